@@ -1,0 +1,74 @@
+# `make help` lists the targets. Each one makes the environment it needs first.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+VENV ?= .venv
+# The interpreter of the environment; by default the first of python3.11 and python3 that is 3.10 or newer.
+PYTHON ?=
+# An index with torch's CPU build, where the default index has only the CUDA one.
+TORCH_INDEX_URL ?=
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## make .venv with the fixedstate command and everything the other targets need
+	@:
+
+demo: setup ## export a shipped model, read a log longer than it was trained on, answer questions about it
+	@$(BIN)/fixedstate demo
+
+test: lint types imports ## everything CI runs: lint, types, import contracts, tests
+	@$(BIN)/pytest -m "not slow" $(PYTEST_ARGS)
+
+lint: setup ## style of every file
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+types: setup ## mypy, strict, on the package
+	@$(BIN)/mypy
+
+imports: setup ## which module may import which
+	@$(BIN)/lint-imports
+
+format: setup ## put every file into the style that `make lint` wants
+	@$(BIN)/ruff check --fix-only --quiet .
+	@$(BIN)/ruff format .
+
+check: test ## `make test`, then build the wheel and the source archive
+	@$(BIN)/python -m build --no-isolation --outdir dist .
+
+bench: setup ## the measurements behind the numbers in README.md and docs/
+	@shopt -s nullglob; for script in benchmarks/bench_*.py; do \
+	    echo "== $$script"; PYTHONPATH=benchmarks $(BIN)/python "$$script" || exit 1; done
+
+nightly: setup ## the tests that take minutes
+	@$(BIN)/pytest -m slow $(PYTEST_ARGS) || { code=$$?; [ $$code -eq 5 ] && echo "no slow tests" || exit $$code; }
+
+clean: ## remove what was built and cached; environments stay
+	@rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .coverage htmlcov
+	@find . -name '.venv*' -prune -o -name __pycache__ -type d -exec rm -rf {} +
+
+# Made again when what it is made from changes.
+$(STAMP): setup.cfg pyproject.toml constraints.txt
+	@python=; for candidate in $(or $(PYTHON),python3.11 python3); do \
+	    if $$candidate -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then python=$$candidate; break; fi; \
+	done; \
+	if [ -z "$$python" ]; then \
+	    echo "make setup: no Python 3.10 or newer found ($(or $(PYTHON),python3.11, python3)): install the package python3" >&2; exit 1; fi; \
+	if ! $$python -c 'import ensurepip, venv' 2>/dev/null; then \
+	    echo "make setup: $$python cannot make environments: install the package python3-venv" >&2; exit 1; fi; \
+	[ -x $(BIN)/python ] || $$python -m venv $(VENV); \
+	echo "make setup: installing into $(VENV), some minutes the first time"
+	@if [ -n "$(TORCH_INDEX_URL)" ]; then \
+	    $(PIP) install -qq --no-deps --constraint constraints.txt --index-url "$(TORCH_INDEX_URL)" torch; fi
+	@# The build tool comes from constraints.txt as well, so the build is not isolated.
+	@$(PIP) install -qq --constraint constraints.txt setuptools
+	@$(PIP) install -qq --constraint constraints.txt --no-build-isolation --editable '.[export,dev]'
+	@touch $@
+
+.PHONY: help setup demo test lint types imports format check bench nightly clean

@@ -1,0 +1,1 @@
+"""Ranges for quantisation, collected along the trajectories that decoding really visits."""

@@ -1,0 +1,1 @@
+"""Per operator: its ports, its numpy reference, its ONNX function body and its kernel."""

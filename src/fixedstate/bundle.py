@@ -1,0 +1,377 @@
+"""What is on disk: the bundle folder, its manifest, and folders that appear whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from fixedstate.errors import BundleError, SpecError, UsageError, require_keys
+from fixedstate.ports import Port
+from fixedstate.spec import ModelSpec
+from fixedstate.state import Precision, StateSpec, graph_ports
+
+SCHEMA = 1
+"""Schema number this code writes; every older one opens for ever, a newer one is refused."""
+
+MANIFEST = "bundle.json"
+PARITY = "parity.json"
+WEIGHTS = "weights.safetensors"
+_KEYS = (
+    "schema",
+    "model",
+    "precision",
+    "state",
+    "graphs",
+    "weights",
+    "decode",
+    "files",
+    "source",
+)
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeDefaults:
+    """How a bundle decodes unless told otherwise.
+
+    Attributes:
+        steps: S, denoise passes per block at most; None for one pass per slot (L).
+        threshold: Confidence at which a slot is revealed early; None for the fixed quota only.
+        temperature: 0 for the most likely token.
+        prefill_blocks: Whole prompt blocks committed per pass.
+        train_length: Tokens of a training sequence, for reports; None if not known.
+    """
+
+    steps: int | None = None
+    threshold: float | None = None
+    temperature: float = 0.0
+    prefill_blocks: int = 16
+    train_length: int | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-ready mapping; the inverse of :meth:`from_dict`."""
+        return {item.name: getattr(self, item.name) for item in fields(self)}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> DecodeDefaults:
+        """Read what :meth:`to_dict` wrote; unknown keys are refused."""
+        require_keys(data, tuple(item.name for item in fields(cls)), "DecodeDefaults")
+        return cls(**data)
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """One graph file of a bundle and the ports it really has."""
+
+    role: str
+    file: str
+    sha256: str
+    min_onnxruntime: str
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-ready mapping; the inverse of :meth:`from_dict`."""
+        return {
+            "file": self.file,
+            "sha256": self.sha256,
+            "min_onnxruntime": self.min_onnxruntime,
+            "inputs": [port.to_dict() for port in self.inputs],
+            "outputs": [port.to_dict() for port in self.outputs],
+        }
+
+    @classmethod
+    def from_dict(cls, role: str, data: Mapping[str, Any]) -> Graph:
+        """Read what :meth:`to_dict` wrote; unknown keys are refused."""
+        require_keys(data, ("file", "sha256", "min_onnxruntime", "inputs", "outputs"), "graph")
+        return cls(
+            role,
+            data["file"],
+            data["sha256"],
+            data["min_onnxruntime"],
+            tuple(Port.from_dict(port) for port in data["inputs"]),
+            tuple(Port.from_dict(port) for port in data["outputs"]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where the weights came from: published or shipped name, revision, licence, file hashes."""
+
+    name: str = ""
+    revision: str = ""
+    licence: str = ""
+    files: dict[str, str] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-ready mapping; the inverse of :meth:`from_dict`."""
+        return {
+            "name": self.name,
+            "revision": self.revision,
+            "licence": self.licence,
+            "files": dict(sorted(self.files.items())),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Source:
+        """Read what :meth:`to_dict` wrote; unknown keys are refused."""
+        require_keys(data, ("name", "revision", "licence", "files"), "source")
+        return cls(data["name"], data["revision"], data["licence"], dict(data["files"]))
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """An opened bundle: values only; graphs and weights stay on disk until a back end loads them.
+
+    Attributes:
+        path: Its folder.
+        spec: The model.
+        precision: Dtypes of its ports.
+        state: Its carried tensors.
+        graphs: Graph by role, ``role@target`` copies included.
+        weights: sha256 of ``weights.safetensors``.
+        decode: How it decodes unless told otherwise.
+        files: sha256 of the other files (tokenizer, licence), by name.
+        source: Where the weights came from.
+        digest: sha256 of bundle.json: the bundle's identity.
+    """
+
+    path: Path
+    spec: ModelSpec
+    precision: Precision
+    state: StateSpec
+    graphs: dict[str, Graph]
+    weights: str
+    decode: DecodeDefaults
+    files: dict[str, str]
+    source: Source
+    digest: str = ""
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str], *, verify_weights: bool = True) -> Bundle:
+        """Open a bundle folder and check every hash in it.
+
+        Args:
+            path: The folder.
+            verify_weights: False skips the hash of the weights file, the slow one.
+
+        Raises:
+            BundleError: for a missing, damaged, changed or newer bundle, naming file and remedy.
+        """
+        folder = Path(path)
+        raw = _read_manifest(folder)
+        try:
+            data = json.loads(raw)
+        except ValueError as err:
+            raise BundleError(
+                f"{folder / MANIFEST} is damaged ({len(raw)} bytes, not JSON): export again"
+            ) from err
+        schema = data.get("schema") if isinstance(data, dict) else None
+        if not isinstance(schema, int):
+            raise BundleError(f"{folder / MANIFEST} names no schema: it is not a bundle manifest")
+        if schema > SCHEMA:
+            raise BundleError(
+                f"{folder} has schema {schema}, this version reads up to {SCHEMA}: "
+                "install a newer fixedstate or export again"
+            )
+        try:
+            bundle = cls._from_data(folder, data, hashlib.sha256(raw).hexdigest())
+        except (SpecError, KeyError, TypeError, AttributeError, ValueError) as err:
+            raise BundleError(f"{folder / MANIFEST} is damaged: {err}") from err
+        bundle._verify(verify_weights)
+        return bundle
+
+    @classmethod
+    def _from_data(cls, folder: Path, data: Mapping[str, Any], digest: str) -> Bundle:
+        require_keys(data, _KEYS, MANIFEST)
+        spec = ModelSpec.from_dict(data["model"])
+        bundle = cls(
+            path=folder,
+            spec=spec,
+            precision=Precision.from_dict(data["precision"]),
+            state=StateSpec.from_dict(data["state"]),
+            graphs={role: Graph.from_dict(role, g) for role, g in data["graphs"].items()},
+            weights=data["weights"],
+            decode=DecodeDefaults.from_dict(data["decode"]),
+            files=dict(data["files"]),
+            source=Source.from_dict(data["source"]),
+            digest=digest,
+        )
+        for role, graph in bundle.graphs.items():
+            if (graph.inputs, graph.outputs) != graph_ports(spec, bundle.state, role):
+                raise SpecError(f"the ports of graph {role!r} do not fit the model")
+        for name in bundle.hashes():
+            if Path(name).name != name or name in ("", ".", ".."):
+                raise SpecError(f"file name {name!r} would leave the bundle's folder")
+        return bundle
+
+    def hashes(self) -> dict[str, str]:
+        """sha256 by file name, for every file of the bundle but the manifest and parity.json."""
+        graphs = {graph.file: graph.sha256 for graph in self.graphs.values()}
+        return {**graphs, WEIGHTS: self.weights, **self.files}
+
+    def _verify(self, verify_weights: bool) -> None:
+        for name, expected in self.hashes().items():
+            file = self.path / name
+            if not file.is_file():
+                raise BundleError(f"{file} is missing: the bundle is incomplete, copy it whole")
+            if name == WEIGHTS and not verify_weights:
+                continue
+            found = sha256_of(file)
+            if found != expected:
+                raise BundleError(
+                    f"{file} was changed after the export: sha256 {found[:16]}..., "
+                    f"expected {expected[:16]}...: copy the bundle again or export again"
+                )
+
+    def graph(self, role: str, target: str = "") -> Graph:
+        """The graph of a role: its ``role@target`` copy where the bundle lists one.
+
+        Raises:
+            BundleError: where the bundle has no such graph.
+        """
+        for name in (f"{role}@{target}", role) if target else (role,):
+            if name in self.graphs:
+                return self.graphs[name]
+        raise BundleError(
+            f"{self.path} has no graph {role!r} (it has {', '.join(sorted(self.graphs))}): "
+            "export it again with that role"
+        )
+
+    def manifest(self) -> bytes:
+        """The bytes of bundle.json: sorted, without time, host or path."""
+        data = {
+            "schema": SCHEMA,
+            "model": self.spec.to_dict(),
+            "precision": self.precision.to_dict(),
+            "state": self.state.to_dict(),
+            "graphs": {role: graph.to_dict() for role, graph in sorted(self.graphs.items())},
+            "weights": self.weights,
+            "decode": self.decode.to_dict(),
+            "files": dict(sorted(self.files.items())),
+            "source": self.source.to_dict(),
+        }
+        return (json.dumps(data, indent=1, ensure_ascii=False) + "\n").encode()
+
+
+def _read_manifest(folder: Path) -> bytes:
+    if not folder.exists():
+        raise BundleError(f"{folder} does not exist: give the folder that `export -o` wrote")
+    if not folder.is_dir():
+        raise BundleError(f"{folder} is not a folder: a bundle is the folder `export -o` wrote")
+    try:
+        return (folder / MANIFEST).read_bytes()
+    except FileNotFoundError as err:
+        raise BundleError(
+            f"{folder} holds no {MANIFEST}: it is not a bundle; make one with `fixedstate export`"
+        ) from err
+
+
+def sha256_of(file: Path) -> str:
+    """Hex sha256 of a file, read in pieces."""
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        while piece := stream.read(_CHUNK):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def check_target(target: Path, force: bool) -> None:
+    """Refuse an output path that cannot be written, before any work starts.
+
+    Raises:
+        UsageError: where something is there already (without force), or the parent folder is
+            missing or not writable.
+    """
+    if target.exists() or target.is_symlink():
+        if not force:
+            raise UsageError(f"{target} exists: choose another name or add --force to replace it")
+    parent = target.absolute().parent
+    if not parent.is_dir():
+        raise UsageError(f"{parent} is not a folder: make it first or choose another -o")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise UsageError(f"{parent} is not writable: choose another -o or change its permissions")
+
+
+@contextlib.contextmanager
+def staged_folder(target: Path, *, force: bool = False) -> Iterator[Path]:
+    """A folder that appears under ``target`` whole when the block ends well, else not at all.
+
+    Work is done in a sibling folder that is renamed at the end. With ``force`` an older target
+    stays untouched until then.
+
+    Raises:
+        UsageError: where the target cannot be written (see :func:`check_target`).
+        BundleError: where the disk is full or a file cannot be written.
+    """
+    check_target(target, force)
+    parent = target.absolute().parent
+    try:
+        staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=parent))
+    except OSError as err:
+        raise BundleError(f"cannot write beside {target}: {err.strerror}") from err
+    try:
+        yield staging
+        staging.chmod(0o777 & ~_umask())
+        _sync(staging)
+        if target.exists() or target.is_symlink():
+            retired = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".old", dir=parent))
+            target.rename(retired / "old")
+            try:
+                staging.rename(target)
+            except OSError:
+                (retired / "old").rename(target)
+                raise
+            finally:
+                shutil.rmtree(retired, ignore_errors=True)
+        else:
+            staging.rename(target)
+    except OSError as err:
+        raise BundleError(
+            f"writing {target} failed: {err.strerror or err}; nothing was left behind"
+        ) from err
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask
+
+
+def _sync(folder: Path) -> None:
+    for file in folder.rglob("*"):
+        if file.is_file():
+            with file.open("rb") as stream:
+                os.fsync(stream.fileno())
+
+
+def write_atomic(file: Path, content: bytes) -> None:
+    """Write a file that appears whole or not at all.
+
+    Raises:
+        BundleError: where the disk is full or the folder is not writable.
+    """
+    temporary = None
+    try:
+        handle, temporary = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.absolute().parent)
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        Path(temporary).chmod(0o666 & ~_umask())
+        Path(temporary).replace(file)
+    except OSError as err:
+        raise BundleError(f"writing {file} failed: {err.strerror or err}") from err
+    finally:
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)

@@ -1,0 +1,83 @@
+"""``fixedstate export``: a checkpoint becomes a bundle, compared with PyTorch before it appears."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from fixedstate.cli.options import NATURAL, POSITIVE, debug_option, force_option, json_option
+from fixedstate.cli.output import echo_json, note, progress
+
+if TYPE_CHECKING:
+    from fixedstate.export.pipeline import ExportReport
+
+
+@click.command("export")
+@click.argument("checkpoint")
+@click.option(
+    "-o", "--output", required=True, type=click.Path(path_type=Path), help="Folder to write."
+)
+@click.option("--block-len", type=POSITIVE, help="Tokens of a block, where the checkpoint is silent.")
+@click.option("--mask-id", type=NATURAL, help="Id of the mask, where the checkpoint is silent.")
+@click.option(
+    "--stop-id", "stop_ids", type=NATURAL, multiple=True, help="Id that ends a text (repeatable)."
+)
+@click.option(
+    "--precision",
+    type=click.Choice(["fp32", "fp16"]),
+    default="fp32",
+    show_default=True,
+    help="Numbers of the graphs; scan state stays float32. fp16 is for GPUs.",
+)
+@click.option("--single-graph", is_flag=True, help="Add the fused graph that commits and denoises.")
+@click.option(
+    "--allow-unexpected", is_flag=True, help="Leave out tensors that the model does not use."
+)
+@click.option(
+    "--conv-layout",
+    type=click.Choice(["channels-first", "channels-last"]),
+    help="Axes of convolution weights, where their shapes fit both.",
+)
+@force_option
+@json_option
+@debug_option
+def command(checkpoint: str, output: Path, as_json: bool, **options: Any) -> None:
+    """Export CHECKPOINT, a folder or the name of a shipped model, as a bundle.
+
+    Shipped models: tiny-attention, tiny-mamba, tiny-hybrid. Every graph is compared with PyTorch
+    before the bundle appears; a mismatch leaves none and exits with 1.
+    """
+    from fixedstate.bundle import check_target
+
+    check_target(output, options["force"])
+    from fixedstate.export.pipeline import export_bundle
+
+    with progress("reading the checkpoint") as tell:
+        report = export_bundle(checkpoint, output, notes=note, progress=tell, **options)
+    _check_written(output)
+    if as_json:
+        echo_json(summary(report))
+    else:
+        click.echo(str(report.bundle.path))
+
+
+def _check_written(output: Path) -> None:
+    from fixedstate.bundle import Bundle
+
+    Bundle.open(output, verify_weights=False)
+
+
+def summary(report: ExportReport) -> dict[str, Any]:
+    """The figures of an export: where it is, what is in it, how far it is from PyTorch."""
+    bundle = report.bundle
+    return {
+        "path": str(bundle.path),
+        "digest": bundle.digest,
+        "precision": bundle.precision.name,
+        "objective": bundle.spec.objective,
+        "block_len": bundle.spec.block_len,
+        "graphs": sorted(bundle.graphs),
+        "parity": report.parity,
+    }

@@ -1,0 +1,190 @@
+"""``fixedstate inspect``: what a bundle holds, what it carries and what it needs of memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from fixedstate.cli.options import bundle_argument, debug_option, json_option
+from fixedstate.cli.output import byte_text, echo_fields, echo_json, echo_table
+
+if TYPE_CHECKING:
+    from fixedstate.bundle import Bundle, Graph
+    from fixedstate.ports import Port
+
+_KV_TOKENS = (1024, 8192)
+
+
+@click.command("inspect")
+@bundle_argument
+@json_option
+@debug_option
+def command(bundle: Path, as_json: bool) -> None:
+    """Show the graphs, ports, state and memory of BUNDLE.
+
+    Bytes of a port are those of one row; none where the size depends on more than the rows.
+    """
+    from fixedstate.bundle import Bundle
+
+    data = describe(Bundle.open(bundle))
+    if as_json:
+        echo_json(data)
+    else:
+        _print(data)
+
+
+def describe(bundle: Bundle) -> dict[str, Any]:
+    """Everything ``inspect`` says about a bundle, ready for JSON.
+
+    Args:
+        bundle: An opened bundle.
+
+    Returns:
+        Identity, model, graphs, ports (``bytes`` for one row, None where the shape holds another
+        symbol than B), state bytes of one row, KV bytes of one token, and the memory plan.
+    """
+    from fixedstate.bundle import MANIFEST
+
+    state = bundle.state
+    manifest = json.loads((bundle.path / MANIFEST).read_bytes())
+    return {
+        "path": str(bundle.path),
+        "digest": bundle.digest,
+        "schema": manifest["schema"],
+        "source": bundle.source.to_dict(),
+        "precision": bundle.precision.to_dict(),
+        "model": _model(bundle),
+        "decode": bundle.decode.to_dict(),
+        "graphs": [_graph(graph) for graph in bundle.graphs.values()],
+        "ports": list(_ports(bundle)),
+        "state_bytes": state.state_bytes(),
+        "kv_bytes_per_token": state.kv_bytes_per_token(),
+        "memory": _memory(bundle),
+    }
+
+
+def _model(bundle: Bundle) -> dict[str, Any]:
+    spec = bundle.spec
+    return {
+        "objective": spec.objective,
+        "layers": len(spec.layers),
+        "mixers": [layer.mixer for layer in spec.layers],
+        "directions": sorted({layer.direction for layer in spec.layers}),
+        "width": spec.width,
+        "vocab_size": spec.vocab_size,
+        "vocab_rows": spec.vocab_rows,
+        "block_len": spec.block_len,
+        "mask_id": spec.mask_id,
+        "stop_ids": list(spec.stop_ids),
+        "bos_id": spec.bos_id,
+    }
+
+
+def _graph(graph: Graph) -> dict[str, Any]:
+    return {
+        "role": graph.role,
+        "file": graph.file,
+        "sha256": graph.sha256,
+        "min_onnxruntime": graph.min_onnxruntime,
+        "inputs": [port.name for port in graph.inputs],
+        "outputs": [port.name for port in graph.outputs],
+    }
+
+
+def _ports(bundle: Bundle) -> Iterator[dict[str, Any]]:
+    updates = {
+        name: port.update for port in bundle.state.ports for name in (port.past.name, port.present.name)
+    }
+    for graph in bundle.graphs.values():
+        for direction, ports in (("input", graph.inputs), ("output", graph.outputs)):
+            for port in ports:
+                yield {
+                    "name": port.name,
+                    "graph": graph.role,
+                    "direction": direction,
+                    "shape": list(port.shape),
+                    "dtype": port.dtype,
+                    "update": updates.get(port.name),
+                    "bytes": _row_bytes(port),
+                }
+
+
+def _row_bytes(port: Port) -> int | None:
+    """Bytes for one row; None where the shape holds a symbol other than B."""
+    if any(isinstance(dim, str) and dim != "B" for dim in port.shape):
+        return None
+    return port.nbytes(B=1)
+
+
+def _memory(bundle: Bundle) -> dict[str, Any]:
+    """Bytes of one row: both buffers of every swapped pair, one of every appended port."""
+    from fixedstate.bundle import WEIGHTS
+
+    per_token = bundle.state.kv_bytes_per_token()
+    return {
+        "weights": (bundle.path / WEIGHTS).stat().st_size,
+        "state_two_buffers": 2 * bundle.state.state_bytes(),
+        **{f"kv_{tokens}_tokens": tokens * per_token for tokens in _KV_TOKENS},
+    }
+
+
+def _print(data: dict[str, Any]) -> None:
+    model, memory, source = data["model"], data["memory"], data["source"]
+    mixers = {name: model["mixers"].count(name) for name in dict.fromkeys(model["mixers"])}
+    echo_fields(
+        (
+            ("bundle", data["path"]),
+            ("digest", data["digest"]),
+            ("schema", data["schema"]),
+            ("source", " ".join(filter(None, (source["name"], source["revision"])))),
+            ("licence", source["licence"]),
+            ("objective", model["objective"]),
+            ("layers", ", ".join(f"{count} {name}" for name, count in mixers.items())),
+            ("width", model["width"]),
+            ("vocabulary", f"{model['vocab_size']:,} ids in {model['vocab_rows']:,} rows"),
+            ("block length", model["block_len"]),
+            ("mask id", model["mask_id"]),
+            ("stop ids", ", ".join(map(str, model["stop_ids"]))),
+            ("precision", ", ".join(f"{k} {v}" for k, v in data["precision"].items())),
+            ("state per row", byte_text(data["state_bytes"])),
+            ("KV per token", byte_text(data["kv_bytes_per_token"])),
+        )
+    )
+    echo_table(
+        "Graphs",
+        ("role", "file", "inputs>", "outputs>", "ONNX Runtime from"),
+        [
+            (g["role"], g["file"], len(g["inputs"]), len(g["outputs"]), g["min_onnxruntime"])
+            for g in data["graphs"]
+        ],
+    )
+    echo_table(
+        "Ports",
+        ("graph", "direction", "name", "shape", "dtype", "update", "bytes>"),
+        [
+            (
+                p["graph"],
+                p["direction"],
+                p["name"],
+                "[" + ", ".join(map(str, p["shape"])) + "]",
+                p["dtype"],
+                p["update"],
+                None if p["bytes"] is None else f"{p['bytes']:,}",
+            )
+            for p in data["ports"]
+        ],
+    )
+    names = {
+        "weights": "weights",
+        "state_two_buffers": "state, both buffers",
+        **{f"kv_{tokens}_tokens": f"KV at {tokens:,} tokens" for tokens in _KV_TOKENS},
+    }
+    echo_table(
+        "Memory of one row",
+        ("what", "bytes>"),
+        [(names[key], byte_text(value)) for key, value in memory.items()],
+    )

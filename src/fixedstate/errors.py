@@ -1,0 +1,80 @@
+"""The exception tree: every error this package raises on purpose.
+
+    FixedStateError
+    ├── UsageError          the request itself is wrong (an option, a length, a threshold): exit 2
+    ├── SpecError           a model, layer or state description contradicts itself or is unknown
+    ├── CheckpointError     a checkpoint is missing, damaged, partial or contradicts its config
+    ├── BundleError         a bundle is missing, damaged, changed, or of a newer schema
+    ├── ExportError         a model cannot be exported, or the graph that came out is not allowed
+    ├── ParityError         numbers differ between two back ends by more than the tolerance
+    ├── BackendError        a back end cannot do what was asked (provider, version, dtype)
+    ├── CapacityError       a request does not fit; raised before its first pass
+    └── DecodeError         decoding cannot go on (non-finite scores, a state that does not fit)
+
+Every message says what was given, what was expected and what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+class FixedStateError(Exception):
+    """Base of every error this package raises on purpose; the command line exits with 1."""
+
+    exit_code = 1
+
+
+class UsageError(FixedStateError):
+    """The request is wrong before any work starts; the command line exits with 2."""
+
+    exit_code = 2
+
+
+class SpecError(FixedStateError):
+    """A ModelSpec, LayerSpec or StateSpec contradicts itself or holds an unknown key."""
+
+
+class CheckpointError(FixedStateError):
+    """A checkpoint is missing, damaged, partial or contradicts its own config."""
+
+
+class BundleError(FixedStateError):
+    """A bundle is missing, damaged, changed since it was written, or of a newer schema."""
+
+
+class ExportError(FixedStateError):
+    """A model cannot be exported, or the exported graph breaks a rule of the portable file."""
+
+
+class ParityError(FixedStateError):
+    """Two back ends disagree by more than the tolerance of their precision."""
+
+
+class BackendError(FixedStateError):
+    """A back end cannot do what was asked: provider, version, dtype or file."""
+
+
+class CapacityError(FixedStateError):
+    """A request does not fit the state buffers or the context limit; nothing was run."""
+
+
+class DecodeError(FixedStateError):
+    """Decoding cannot go on: non-finite scores or a state that does not fit."""
+
+
+def require_keys(data: Mapping[str, Any], known: tuple[str, ...], what: str) -> None:
+    """Refuse a mapping that holds other keys than the known ones, or lacks one.
+
+    Raises:
+        SpecError: naming the unknown or missing keys and the allowed ones.
+    """
+    if not isinstance(data, Mapping):
+        raise SpecError(f"{what} must be a mapping with the keys {', '.join(known)}; got {data!r}")
+    unknown = sorted(set(data) - set(known))
+    if unknown:
+        raise SpecError(f"{what} holds unknown keys {unknown}; known keys: {', '.join(known)}")
+    missing = [key for key in known if key not in data]
+    if missing:
+        raise SpecError(f"{what} lacks the keys {missing}")

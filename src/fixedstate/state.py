@@ -1,0 +1,296 @@
+"""What is carried between blocks: StateSpec, the only place where port names are made.
+
+The exporter, the runtime, the engine builder and the Triton generator agree on nothing but this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fixedstate.errors import SpecError, require_keys
+from fixedstate.ports import Dim, Port, check_dtype
+from fixedstate.spec import ModelSpec
+
+ROLES = ("denoise", "commit", "commit_denoise", "full")
+"""Graph roles; a target-specific copy is ``role@target``."""
+
+_PREFIXES = {"committed": ("past_", "present_"), "step": ("step_in_", "step_out_")}
+_KINDS = ("conv", "ssm", "key", "value")
+_UPDATES = ("swap", "append")
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """Dtypes of a bundle: ``io`` for activations, ``state`` for scan state, ``kv`` for keys."""
+
+    io: str = "float32"
+    state: str = "float32"
+    kv: str = "float32"
+
+    def __post_init__(self) -> None:
+        for name in (self.io, self.state, self.kv):
+            check_dtype(name)
+
+    @classmethod
+    def named(cls, name: str) -> Precision:
+        """``fp32`` or ``fp16``: io and kv in that dtype, scan state float32 whatever it is."""
+        dtypes = {"fp32": "float32", "fp16": "float16"}
+        if name not in dtypes:
+            raise SpecError(f"precision {name!r} is unknown; use one of {', '.join(dtypes)}")
+        return cls(io=dtypes[name], state="float32", kv=dtypes[name])
+
+    @property
+    def name(self) -> str:
+        """Short name of the io dtype: fp32, fp16 or bf16."""
+        return {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}[self.io]
+
+    def to_dict(self) -> dict[str, str]:
+        """A JSON-ready mapping; the inverse of :meth:`from_dict`."""
+        return {"io": self.io, "state": self.state, "kv": self.kv}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Precision:
+        """Read what :meth:`to_dict` wrote; unknown keys are refused."""
+        require_keys(data, ("io", "state", "kv"), "Precision")
+        return cls(data["io"], data["state"], data["kv"])
+
+
+@dataclass(frozen=True, slots=True)
+class StatePort:
+    """One carried tensor: where it enters, where it leaves, and how the two meet.
+
+    Attributes:
+        layer: Index of the LayerSpec that owns it.
+        kind: ``conv``, ``ssm``, ``key`` or ``value``.
+        past: The port it enters by.
+        present: The port it leaves by.
+        update: ``swap`` (two buffers trade places) or ``append`` (new columns only).
+        scope: ``committed`` or ``step``.
+        reset: The value every element has before the first block.
+    """
+
+    layer: int
+    kind: str
+    past: Port
+    present: Port
+    update: str
+    scope: str = "committed"
+    reset: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.kind not in _KINDS or self.update not in _UPDATES or self.scope not in _PREFIXES:
+            raise SpecError(f"state port {self.past.name!r} has an unknown kind, update or scope")
+        enter, leave = _PREFIXES[self.scope]
+        if self.past.name.removeprefix(enter) != self.present.name.removeprefix(leave):
+            raise SpecError(
+                f"state ports {self.past.name!r} and {self.present.name!r} must end alike"
+            )
+
+    @property
+    def suffix(self) -> str:
+        """The part of the name both ports share, e.g. ``conv_state_003``."""
+        return self.past.name.removeprefix(_PREFIXES[self.scope][0])
+
+    def nbytes(self, rows: int, capacity: int = 0) -> int:
+        """Bytes of the buffer for that many rows and, for appended ports, columns."""
+        return self.past.nbytes(B=rows, C=capacity)
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-ready mapping; the inverse of :meth:`from_dict`."""
+        return {
+            "layer": self.layer,
+            "kind": self.kind,
+            "past": self.past.to_dict(),
+            "present": self.present.to_dict(),
+            "update": self.update,
+            "scope": self.scope,
+            "reset": self.reset,
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> StatePort:
+        """Read what :meth:`to_dict` wrote; unknown keys are refused."""
+        known = ("layer", "kind", "past", "present", "update", "scope", "reset")
+        require_keys(data, known, "StatePort")
+        ports = {key: Port.from_dict(data[key]) for key in ("past", "present")}
+        return cls(**{**data, **ports})
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpec:
+    """Every carried tensor of a model, in the fixed order of layer, then kind.
+
+    Example:
+        >>> from fixedstate.spec import LayerSpec, Mamba2Sizes, ModelSpec
+        >>> sizes = Mamba2Sizes(d_inner=64, heads=8, head_dim=8, d_state=8, groups=2, d_conv=4)
+        >>> layer = LayerSpec("mamba2", sizes)
+        >>> spec = ModelSpec(37, 40, 32, (layer,), block_len=8, mask_id=36)
+        >>> [port.past.name for port in StateSpec.of(spec).ports]
+        ['past_conv_state_000', 'past_ssm_state_000']
+    """
+
+    ports: tuple[StatePort, ...]
+
+    @classmethod
+    def of(cls, spec: ModelSpec, precision: Precision | None = None) -> StateSpec:
+        """The state of a model at a precision (float32 if not given)."""
+        precision = precision or Precision()
+        ports: list[StatePort] = []
+        if spec.objective != "full":
+            for index in range(len(spec.layers)):
+                ports += _layer_ports(spec, index, precision)
+        return cls(tuple(ports))
+
+    def layer(self, index: int) -> dict[str, StatePort]:
+        """The ports of one layer by kind."""
+        return {port.kind: port for port in self.ports if port.layer == index}
+
+    @property
+    def swapped(self) -> tuple[StatePort, ...]:
+        """Ports whose two buffers trade places at a commit."""
+        return tuple(port for port in self.ports if port.update == "swap")
+
+    @property
+    def appended(self) -> tuple[StatePort, ...]:
+        """Ports that grow by the committed columns."""
+        return tuple(port for port in self.ports if port.update == "append")
+
+    def state_bytes(self, rows: int = 1) -> int:
+        """Bytes of the constant-size state of that many rows (one buffer of each pair)."""
+        return sum(port.nbytes(rows) for port in self.swapped)
+
+    def kv_bytes_per_token(self) -> int:
+        """Bytes that one committed token adds per row to keys and values."""
+        return sum(port.nbytes(1, 1) for port in self.appended)
+
+    def to_dict(self) -> list[dict[str, Any]]:
+        """A JSON-ready list; the inverse of :meth:`from_dict`."""
+        return [port.to_dict() for port in self.ports]
+
+    @classmethod
+    def from_dict(cls, data: list[Mapping[str, Any]]) -> StateSpec:
+        """Read what :meth:`to_dict` wrote; unknown keys are refused."""
+        return cls(tuple(StatePort.from_dict(port) for port in data))
+
+
+def _layer_ports(spec: ModelSpec, index: int, precision: Precision) -> list[StatePort]:
+    """The state ports of one layer; design of names and shapes: one prefix pair, one suffix."""
+    layer = spec.layers[index]
+    if not layer.stateful:
+        return []
+    if layer.mixer == "attention":
+        sizes = layer.attention
+        lead: tuple[Dim, ...] = ("B", sizes.kv_heads)
+        if sizes.window is None:
+            past: tuple[Dim, ...] = (*lead, "C", sizes.head_dim)
+            present: tuple[Dim, ...] = (*lead, f"{spec.block_len}n", sizes.head_dim)
+            update = "append"
+        else:
+            past = present = (*lead, sizes.sinks + sizes.window, sizes.head_dim)
+            update = "swap"
+        return [
+            _pair(index, kind, kind, precision.kv, past, present, update)
+            for kind in ("key", "value")
+        ]
+    ports = []
+    if layer.mixer == "mamba2":
+        two = layer.mamba2
+        conv_dim, taps = two.conv_dim, two.d_conv
+        ssm: tuple[Dim, ...] = ("B", two.heads, two.d_state, two.head_dim)
+    else:
+        one = layer.mamba1
+        conv_dim, taps = one.conv_dim, one.d_conv
+        ssm = ("B", one.d_state, one.d_inner)
+    if taps > 1:
+        conv: tuple[Dim, ...] = ("B", conv_dim, taps - 1)
+        ports.append(_pair(index, "conv", "conv_state", precision.io, conv, conv, "swap"))
+    ports.append(_pair(index, "ssm", "ssm_state", precision.state, ssm, ssm, "swap"))
+    return ports
+
+
+def _pair(
+    index: int,
+    kind: str,
+    stem: str,
+    dtype: str,
+    past: tuple[Dim, ...],
+    present: tuple[Dim, ...],
+    update: str,
+) -> StatePort:
+    enter, leave = _PREFIXES["committed"]
+    suffix = f"{stem}_{index:03d}"
+    return StatePort(
+        layer=index,
+        kind=kind,
+        past=Port(enter + suffix, dtype, past),
+        present=Port(leave + suffix, dtype, present),
+        update=update,
+    )
+
+
+def graph_ports(
+    spec: ModelSpec, state: StateSpec, role: str
+) -> tuple[tuple[Port, ...], tuple[Port, ...]]:
+    """Inputs and outputs of the graph of one role, in order.
+
+    Inputs: ``input_ids``, the ``past_*`` ports in StateSpec order, ``past_length``,
+    ``commit_length``; outputs: ``present_*`` in StateSpec order, ``logits``. What a graph does
+    not use is left out: keys and values of the last stateful layer are not read by ``commit``,
+    because nothing after them is carried.
+
+    Args:
+        spec: The model.
+        state: Its state at the bundle's precision.
+        role: ``denoise``, ``commit``, ``commit_denoise`` or ``full``; ``role@target`` is the same.
+
+    Raises:
+        SpecError: for a role that the model's objective does not have.
+    """
+    role = role.partition("@")[0]
+    if role not in ROLES:
+        raise SpecError(f"graph role {role!r} is unknown; use one of {', '.join(ROLES)}")
+    if (role == "full") != (spec.objective == "full"):
+        raise SpecError(f"a model of objective {spec.objective!r} has no graph {role!r}")
+    length = spec.block_len
+    tokens: Dim = {"denoise": length, "commit": f"{length}n", "full": "T"}.get(role, f"{length}m")
+    inputs = [Port("input_ids", "int64", ("B", tokens))]
+    outputs: list[Port] = []
+    last = max((port.layer for port in state.ports), default=-1)
+    for port in state.ports:
+        if role == "commit" and port.layer == last and port.update == "append":
+            continue
+        inputs.append(port.past)
+    if _reads_past_length(spec, state, role):
+        inputs.append(Port("past_length", "int64", ("B",)))
+    if role in ("commit", "commit_denoise"):
+        if _reads_commit_length(spec, state, role):
+            inputs.append(Port("commit_length", "int64", ("B",)))
+        symbol = "n" if role == "commit" else "m"
+        for port in state.ports:
+            shape = tuple(f"{length}{symbol}" if d == f"{length}n" else d for d in port.present.shape)
+            outputs.append(Port(port.present.name, port.present.dtype, shape))
+    if role != "commit":
+        logit_tokens: Dim = "T" if role == "full" else length
+        outputs.append(Port("logits", "float32", ("B", logit_tokens, spec.vocab_rows)))
+    return tuple(inputs), tuple(outputs)
+
+
+def _reads_past_length(spec: ModelSpec, state: StateSpec, role: str) -> bool:
+    """Attention needs the row's position for its mask and its rotary embedding."""
+    owners = sorted({port.layer for port in state.ports if port.kind == "key"})
+    if not owners:
+        return False
+    if role != "commit":
+        return True
+    last = max(port.layer for port in state.ports)
+    rotated = any(spec.layers[i].attention.rotary_dim for i in owners)
+    return rotated or owners[0] != last
+
+
+def _reads_commit_length(spec: ModelSpec, state: StateSpec, role: str) -> bool:
+    """Only a commit whose one mixer is an appended layer does not: the runtime cuts its columns."""
+    last = max((port.layer for port in state.ports), default=-1)
+    mixed_before = any(layer.mixer != "none" for layer in spec.layers[: max(last, 0)])
+    return role == "commit_denoise" or bool(state.swapped) or mixed_before

@@ -1,0 +1,125 @@
+"""The torch denoiser equals the float64 loops, cached or not, alone or in a ragged batch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from fixedstate.export.denoiser import Denoiser
+from fixedstate.export.weights import random_tensors
+from fixedstate.spec import LayerSpec, Mamba2Sizes, ModelSpec
+from tests.models import MAMBA, MODELS, attention_layer, mamba_layer, model
+from tests.reference_model import ReferenceModel
+
+TOLERANCE = 1e-4
+
+VARIANTS: dict[str, ModelSpec] = {
+    **MODELS,
+    "commit-forward-only": model(mamba_layer(), mamba_layer(), commit_reverse=False),
+    "commit-causal": model(
+        mamba_layer(), attention_layer(), commit_reverse=False, commit_mask="causal"
+    ),
+    "reverse-layer": model(mamba_layer("forward"), mamba_layer("reverse"), attention_layer()),
+    "mlp-only": model(LayerSpec("none", None, mlp="gated", mlp_width=16), mamba_layer()),
+    "one-tap": model(mamba_layer(sizes=Mamba2Sizes(64, 8, 8, 8, 1, 1))),
+    "eight-taps": model(mamba_layer(sizes=Mamba2Sizes(64, 4, 16, 4, 4, 8))),
+    "chunks": model(mamba_layer(), attention_layer(), mamba_layer(), block_len=80),
+    "causal-attention": model(attention_layer("forward"), attention_layer("forward")),
+}
+
+
+def rows_of(spec: ModelSpec, lengths: list[int], tokens: int, seed: int = 0) -> torch.Tensor:
+    """Random ids, the mask id among them."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, spec.vocab_size, (len(lengths), tokens), generator=generator)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_one_pass_and_cached_passes_equal_the_loops(name: str) -> None:
+    """A frontier block over cached states gives the logits of a whole uncached sequence."""
+    spec = VARIANTS[name]
+    length = spec.block_len
+    tensors = random_tensors(spec, seed=3)
+    denoiser = Denoiser(spec, tensors)
+    judge = ReferenceModel(spec, tensors)
+    blocks = [0, 1, 3]
+    capacity = 4 * length
+    for count in blocks:
+        ids = rows_of(spec, [0], (count + 1) * length, seed=count)
+        expected, states = judge.run(ids[0].numpy(), clean=count * length)
+        logits = denoiser.recompute(ids)[0]
+        np.testing.assert_allclose(logits, expected[-length:], atol=TOLERANCE)
+        state = denoiser.zero_state(1, capacity)
+        past = torch.zeros(1, dtype=torch.int64)
+        for block in range(count):
+            part = ids[:, block * length : (block + 1) * length]
+            made = denoiser.commit(part, state, past, torch.tensor([length]))
+            state = advance(denoiser, state, made, past)
+            past = past + length
+        cached = denoiser.denoise(ids[:, -length:], state, past)[0]
+        np.testing.assert_allclose(cached, expected[-length:], atol=TOLERANCE)
+        for suffix, value in states.items():
+            got = state[suffix][0]
+            if suffix.startswith(("key", "value")):
+                got = got[:, : count * length]
+            np.testing.assert_allclose(got, value, atol=TOLERANCE, err_msg=suffix)
+
+
+def advance(
+    denoiser: Denoiser,
+    state: dict[str, torch.Tensor],
+    made: dict[str, torch.Tensor],
+    past: torch.Tensor,
+) -> dict[str, torch.Tensor]:
+    """Swap what is swapped, write the new columns of what is appended (one row)."""
+    state = dict(state)
+    for port in denoiser.state_spec.ports:
+        if port.update == "swap":
+            state[port.suffix] = made[port.suffix]
+            continue
+        new = made[port.suffix]
+        start = int(past[0])
+        buffer = state[port.suffix].clone()
+        buffer[:, :, start : start + new.shape[2]] = new
+        state[port.suffix] = buffer
+    return state
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_ragged_commit_equals_each_row_alone(name: str) -> None:
+    """commit_length per row: the state is that after the row's own last token; 0 keeps bytes."""
+    spec = VARIANTS[name]
+    length = spec.block_len
+    tensors = random_tensors(spec, seed=4)
+    denoiser, judge = Denoiser(spec, tensors), ReferenceModel(spec, tensors)
+    lengths = [0, length, 3 * length, 2 * length]
+    if spec.causal_commit:
+        lengths += [1, length + 3, 2]
+    ids = rows_of(spec, lengths, 3 * length)
+    generator = torch.Generator().manual_seed(1)
+    state = {
+        k: torch.randn(v.shape, generator=generator)
+        for k, v in denoiser.zero_state(len(lengths), 2 * length).items()
+    }
+    # rows other than the first start from zero so that the judge, which has no past, applies
+    for value in state.values():
+        value[1:] = 0
+    past = torch.zeros(len(lengths), dtype=torch.int64)
+    made = denoiser.commit(ids, state, past, torch.tensor(lengths))
+    for row, count in enumerate(lengths):
+        if count == 0:
+            for port in denoiser.state_spec.swapped:
+                assert torch.equal(made[port.suffix][row], state[port.suffix][row]), port.suffix
+            continue
+        _, states = judge.run(ids[row, :count].numpy(), clean=count)
+        for suffix, value in states.items():
+            got = made[suffix][row]
+            if suffix.startswith(("key", "value")):
+                got = got[:, :count]
+            np.testing.assert_allclose(got, value, atol=TOLERANCE, err_msg=f"{suffix} row {row}")
+
+
+def test_mamba_sizes_of_the_fixture() -> None:
+    """ST-11: the convolution covers x, B and C."""
+    assert MAMBA.conv_dim == 64 + 2 * 2 * 8

@@ -53,17 +53,16 @@ clean: ## remove what was built and cached; environments stay
 	@rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .coverage htmlcov
 	@find . -name '.venv*' -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
-# Made again when what it is made from changes.
+CANDIDATES := $(or $(PYTHON),python3.11 python3)
+find_python = $(shell for python in $(CANDIDATES); do \
+    $$python -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo $$python && break; done)
+
+# Made again when what it is made from changes. The first two lines stop with one line of text.
 $(STAMP): setup.cfg pyproject.toml constraints.txt
-	@python=; for candidate in $(or $(PYTHON),python3.11 python3); do \
-	    if $$candidate -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then python=$$candidate; break; fi; \
-	done; \
-	if [ -z "$$python" ]; then \
-	    echo "make setup: no Python 3.10 or newer found ($(or $(PYTHON),python3.11, python3)): install the package python3" >&2; exit 1; fi; \
-	if ! $$python -c 'import ensurepip, venv' 2>/dev/null; then \
-	    echo "make setup: $$python cannot make environments: install the package python3-venv" >&2; exit 1; fi; \
-	[ -x $(BIN)/python ] || $$python -m venv $(VENV); \
-	echo "make setup: installing into $(VENV), some minutes the first time"
+	$(eval BASE := $(find_python))$(if $(BASE),,$(error no Python 3.10 or newer ($(CANDIDATES)): install the package python3))
+	$(if $(shell $(BASE) -c 'import ensurepip, venv' 2>&1 || echo missing),$(error $(BASE) cannot make environments: install the package python3-venv))
+	@echo "make setup: installing into $(VENV), some minutes the first time"
+	@$(PIP) --version >/dev/null 2>&1 || $(BASE) -m venv --clear $(VENV)
 	@if [ -n "$(TORCH_INDEX_URL)" ]; then \
 	    $(PIP) install -qq --no-deps --constraint constraints.txt --index-url "$(TORCH_INDEX_URL)" torch; fi
 	@# The build tool comes from constraints.txt as well, so the build is not isolated.

@@ -251,7 +251,7 @@ def read_tensors(entries: Mapping[str, Entry]) -> dict[str, torch.Tensor]:
                 for name in mine:
                     out[name] = widen(stream.get_tensor(name))
         except (safetensors.SafetensorError, OSError) as err:
-            raise CheckpointError(f"{file} changed or vanished while it was read: {_AGAIN}") from err
+            raise CheckpointError(f"{file} changed while it was read: {_AGAIN}") from err
         for name in mine:
             bad = int((~torch.isfinite(out[name])).sum())
             if bad:

@@ -172,7 +172,7 @@ class Denoiser(nn.Module):
         """All layers: last hidden values [B, T, D] and the states made."""
         spec = self.spec
         io = _TORCH[self.precision.io]
-        x = self.weight("embedding.weight")[ids]
+        x = torch.nn.functional.embedding(ids, self.weight("embedding.weight"))
         if spec.residual_fp32:
             x = x.float()
         made: dict[str, Tensor] = {}

@@ -78,10 +78,10 @@ def _join(parts: list[tuple[Tensor, Weights]]) -> Tensor:
 
 
 def _project(sizes: Mamba2Sizes, weights: Weights, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """z [B, T, E], raw columns [B, T, conv_dim] and dt before its bias [B, T, H]."""
+    """silu(z) [B, T, E] float32, raw columns [B, T, conv_dim], dt before its bias [B, T, H]."""
     y = linear(x, weights["in_proj.weight"], weights.get("in_proj.bias"))
     z, raw, dt = torch.split(y, [sizes.d_inner, sizes.conv_dim, sizes.heads], -1)
-    return z, raw, dt
+    return functional.silu(z.float()), raw, dt
 
 
 def _step_size(sizes: Mamba2Sizes, weights: Weights, dt: Tensor) -> Tensor:
@@ -105,16 +105,16 @@ def _columns(sizes: Mamba2Sizes, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-def _gate(sizes: Mamba2Sizes, weights: Weights, y: Tensor, z: Tensor) -> Tensor:
+def _gated(sizes: Mamba2Sizes, weights: Weights, y: Tensor, gate: Tensor) -> Tensor:
     """Gate and norm, per group: RMSNorm(y * silu(z)), or the norm before the gate, or none."""
-    y = y.reshape(z.shape)
-    gate = functional.silu(z.float())
+    io = y.dtype
+    y = y.reshape(gate.shape).float()
     if sizes.gated_norm == "none":
-        return (y.float() * gate).to(z.dtype)
+        return (y * gate).to(io)
     weight, eps = weights["norm.weight"], sizes.norm_eps
     if sizes.gated_norm == "before":
-        return (rms_norm(y.float(), weight, eps, sizes.groups) * gate).to(z.dtype)
-    return rms_norm(y.float() * gate, weight, eps, sizes.groups).to(z.dtype)
+        return (rms_norm(y, weight, eps, sizes.groups) * gate).to(io)
+    return rms_norm(y * gate, weight, eps, sizes.groups).to(io)
 
 
 def _skip(sizes: Mamba2Sizes, weights: Weights) -> Tensor:
@@ -135,7 +135,7 @@ def _forward(
     info: PassInfo,
     ops: BlockOps,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    z, raw, dt = projected
+    gate, raw, dt = projected
     step = _step_size(sizes, weights, dt)
     taps = (weights["conv1d.weight"], weights["conv1d.bias"])
     length = info.spec.block_len
@@ -146,7 +146,7 @@ def _forward(
         )
         x, b, c = _columns(sizes, mixed)
         y = ops.ssd_denoise(x, step, a, b, c, d, ssm, length)
-        return _gate(sizes, weights, y, z), None, None
+        return _gated(sizes, weights, y, gate), None, None
     new_conv = None
     if conv is None:
         mixed = _pointwise_conv(weights, raw)
@@ -164,7 +164,7 @@ def _forward(
         over = ops.ssd_denoise(tail[0], tail[1], a, tail[2], tail[3], d, new_ssm, length)
         tail_clean = info.clean[:, -length:, None, None]
         y = torch.cat([y[:, :-length], torch.where(tail_clean, y[:, -length:], over)], 1)
-    return _gate(sizes, weights, y, z), new_conv, new_ssm
+    return _gated(sizes, weights, y, gate), new_conv, new_ssm
 
 
 def _reverse(
@@ -175,7 +175,7 @@ def _reverse(
     ops: BlockOps,
 ) -> Tensor:
     """The pass from right to left inside each block, from zero at its right edge."""
-    z, raw, dt = projected
+    gate, raw, dt = projected
     step = _step_size(sizes, weights, dt)
     length = info.spec.block_len
     if info.role == "commit":
@@ -188,7 +188,7 @@ def _reverse(
         mixed = ops.conv_reverse(raw, weights["conv1d.weight"], weights["conv1d.bias"], length)
     x, b, c = _columns(sizes, mixed)
     y = ops.ssd_reverse(x, step, weights["A"], b, c, _skip(sizes, weights), length)
-    gated = _gate(sizes, weights, y, z)
+    gated = _gated(sizes, weights, y, gate)
     if info.role == "commit_denoise" and not info.spec.commit_reverse:
         gated = torch.where(info.clean[..., None], 0.0, gated)
     return gated

@@ -103,4 +103,6 @@ class PassInfo:
         if self.role == "commit":
             return commit[:, None]
         noisy = (own_block if direction == "block" else causal)[None]
-        return torch.where(self.clean[:, :, None], commit, noisy)[:, None]
+        clean = self.clean[:, :, None]
+        # not torch.where: ONNX Runtime's Where has no kernel for bool
+        return ((clean & commit) | (~clean & noisy))[:, None]

@@ -40,7 +40,7 @@ class PassView:
     @property
     def open(self) -> Array:
         """(k, L) bool: the slots not filled yet."""
-        return self.canvas == self.mask_id
+        return np.asarray(self.canvas == self.mask_id)
 
     def fill(self, accept: Array) -> Array:
         """The canvas with the chosen tokens in the accepted slots."""
@@ -151,5 +151,7 @@ class Threshold:
 
 def check_steps(steps: int) -> None:
     """Refuse a number of passes per block below 1."""
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise UsageError(f"steps must be a whole number of passes per block, 1 or more; got {steps}")
+    if steps < 1:
+        raise UsageError(
+            f"steps must be a whole number of passes per block, 1 or more; got {steps}"
+        )

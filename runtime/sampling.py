@@ -14,7 +14,7 @@ import numpy as np
 
 from fixedstate.ports import Array
 
-_CHUNK = 1 << 16  # elements scored at once: stays in the second-level cache
+_CHUNK = 1 << 17  # elements scored at once: stays in the second-level cache
 _LARGEST_SCALE = 1e30  # 1 / temperature at most: keeps 0 * scale finite in float32
 
 
@@ -46,7 +46,7 @@ def uniforms(seed: int, past_length: int, step: int, length: int) -> tuple[Array
 
 def unit_interval(raw: Array) -> Array:
     """Floats in (0, 1) from the upper 53 bits of uint64; 0 is moved to 2**-54."""
-    out = (raw >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    out: Array = (raw >> np.uint64(11)).astype(np.float64) * 2.0**-53
     out[out == 0] = 2.0**-54
     return out
 
@@ -136,7 +136,7 @@ class Scorer:
         return Scores(
             tokens.reshape(rows, length),
             confidence.reshape(rows, length),
-            finite.reshape(rows, length).all(axis=1),
+            np.asarray(finite.reshape(rows, length).all(axis=1)),
         )
 
     def _choose(

@@ -1,10 +1,11 @@
 """The tiny block-diffusion denoisers, in the form they are trained in.
 
-A block of L tokens is denoised with all earlier blocks clean. Training runs two streams side by side:
-stream 0 holds the clean sequence and yields what the cache would hold in front of every block (conv
-window, scan state, keys and values); stream 1 holds a noisy copy, each block of which is the frontier
-of its own clean prefix. One pass therefore trains every block of a sequence as inference sees it. With
-a single stream the same code is inference: several blocks are a commit, one block is a denoise pass.
+A block of L tokens is denoised with all earlier blocks clean. Training runs two streams side by
+side: stream 0 holds the clean sequence and yields what the cache would hold in front of every block
+(conv window, scan state, keys and values); stream 1 holds a noisy copy, each block of which is the
+frontier of its own clean prefix. One pass therefore trains every block of a sequence as inference
+sees it. With a single stream the same code is inference: several blocks are a commit, one block is
+a denoise pass.
 
 Shapes: S streams, B rows, n blocks, L tokens of a block, D model width, E inner width, H heads,
 P head width, N state width, K convolution taps.
@@ -67,8 +68,8 @@ class RMSNorm(nn.Module):
 class Mamba2(nn.Module):
     """Mamba-2 mixer: a forward scan from the carried state plus a reverse scan inside the block.
 
-    Both directions share every parameter. The reverse direction starts from zero at the right edge of
-    the block, convolution and scan alike; written without flips (flipped taps, suffix sums).
+    Both directions share every parameter. The reverse direction starts from zero at the right edge
+    of the block, convolution and scan alike; written without flips (flipped taps, suffix sums).
     """
 
     def __init__(self, sizes: Sizes) -> None:
@@ -81,8 +82,8 @@ class Mamba2(nn.Module):
         self.conv1d = nn.Conv1d(
             self.channels, self.channels, sizes.conv_taps, groups=self.channels, bias=True
         )
-        # Slow decay and a fair write strength from the start: recall needs long memory, and the model
-        # learns to close the gate (small dt) more easily than to stretch a short memory.
+        # Slow decay and a fair write strength from the start: recall needs long memory, and the
+        # model learns to close the gate (small dt) more easily than to stretch a short memory.
         self.A_log = nn.Parameter(torch.linspace(math.log(0.02), math.log(4.0), self.n_heads))
         dt = torch.exp(torch.empty(self.n_heads).uniform_(math.log(0.03), math.log(0.3)))
         self.dt_bias = nn.Parameter(dt + torch.log(-torch.expm1(-dt)))
@@ -100,7 +101,7 @@ class Mamba2(nn.Module):
     def forward(
         self, x: Tensor, past: tuple[Tensor, Tensor], start: Tensor
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Mix x [S, B, n, L, D]; return the result and the state after the last block of stream 0."""
+        """Mix x [S, B, n, L, D]; return the result and the state behind stream 0."""
         del start  # positions matter to attention only
         sizes, heads = self.sizes, self.n_heads
         streams, rows, blocks, length, _ = x.shape
@@ -133,7 +134,7 @@ class Mamba2(nn.Module):
         y = (scores @ values.transpose(-2, -3)).transpose(-2, -3)
         y = y + self.D[:, None] * values  # [2, S, B, n, L, H, P]
 
-        # Carried state: what each block of the clean stream adds, then one decay matrix over blocks.
+        # Carried state: what each clean block adds, then one decay matrix over blocks.
         gate = ((total - prefix).exp() * dt)[0].transpose(-1, -2)[..., None]
         added = b[0, 0].transpose(-1, -2) @ (gate * values[0, 0]).flatten(-2)  # [B, n, N, H*P]
         chunks = torch.cat([past[1][:, None], added], 1).unflatten(-1, (heads, dim))
@@ -158,7 +159,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention: every earlier block of the clean stream, and the own block in full."""
+    """Grouped-query attention: every earlier clean block, and the own block in full."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -197,7 +198,7 @@ class Attention(nn.Module):
         own_k, own_v = (t.repeat_interleave(groups, 2) for t in (own_k, own_v))
         wide_k, wide_v = (t.repeat_interleave(groups, 1) for t in (k, v))
 
-        # A query sees the clean tokens in front of its block and, of its own stream, its whole block.
+        # A query sees the clean tokens in front of its block, and its block in its own stream.
         old = past[0].shape[2]
         limit = old + torch.arange(blocks, device=x.device) * length
         hidden = torch.arange(k.shape[2], device=x.device) >= limit[:, None]  # [n, T]
@@ -293,7 +294,7 @@ class Denoiser(nn.Module):
         return (committed + torch.arange(blocks) * self.sizes.block_len).expand(rows, -1)
 
     def commit(self, ids: Tensor, past: State, committed: int) -> State:
-        """Return the state after the whole blocks ids [B, n*L], `committed` tokens already in it."""
+        """Return the state after the whole blocks ids [B, n*L], `committed` tokens before."""
         blocks = ids.unflatten(1, (-1, self.sizes.block_len))
         start = self._start(len(ids), blocks.shape[1], committed)
         return self.run(blocks[None], past, start)[1]
@@ -307,5 +308,5 @@ class Denoiser(nn.Module):
 PRESETS = {
     "attention": Sizes("aaaa"),
     "mamba": Sizes("mmmmmm", inner=128),
-    "hybrid": Sizes("mmmamm"),
+    "hybrid": Sizes("mmmamm", inner=128),
 }

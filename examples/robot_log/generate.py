@@ -1,7 +1,7 @@
 """Synthetic robot log: a recall task with right answers.
 
-A log is lines of text. ``set arm_3 17`` stores a value, ``get arm_3`` asks for it and is followed by
-one JSON line, ``{"arm_3": 17}``, closed by ``<end>``. Every other line (``battery low``,
+A log is lines of text. ``set arm_3 17`` stores a value, ``get arm_3`` asks for it and is followed
+by one JSON line, ``{"arm_3": 17}``, closed by ``<end>``. Every other line (``battery low``,
 ``move cam_2``) stores nothing and only pushes a question away from what it asks for.
 
 A device is set at most once in a log, so every answer is either right or wrong. The same tokenizer
@@ -20,7 +20,7 @@ import json
 import random
 import sys
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -49,7 +49,7 @@ def words() -> list[str]:
 
 
 def build_tokenizer() -> Tokenizer:
-    """Build the shared word-level tokenizer; decoding gives back any printable ASCII text exactly."""
+    """Build the shared word-level tokenizer; decoding gives back printable ASCII exactly."""
     characters = ["\n", *(chr(code) for code in range(32, 127))]
     pieces = [*SPECIALS, *words(), *DEVICES, *(f" {value}" for value in VALUES), *characters]
     tokenizer = Tokenizer(models.WordLevel({p: i for i, p in enumerate(pieces)}, unk_token=UNK))
@@ -143,7 +143,10 @@ def dense_log(
 
 
 def recall_item(
-    rng: random.Random, count: Callable[[str], int], tokens: int = 256, keys: tuple[int, int] = (4, 8)
+    rng: random.Random,
+    count: Callable[[str], int],
+    tokens: int = 256,
+    keys: tuple[int, int] = (4, 8),
 ) -> tuple[str, str]:
     """Write a log of at most `tokens` tokens that ends with one question, asked nowhere before.
 
@@ -177,7 +180,7 @@ def recall_item(
 def line_counter(tokenizer: Tokenizer) -> Callable[[str], int]:
     """Return a function that counts the tokens of a line and remembers the lines it has seen."""
 
-    @lru_cache(maxsize=None)
+    @cache
     def count(line: str) -> int:
         return len(tokenizer.encode(line).ids)
 

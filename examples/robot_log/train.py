@@ -1,7 +1,7 @@
 """Train one tiny denoiser on the robot log: one core, at most twenty minutes.
 
-    python train.py attention --out run-attention      # again with --resume after an interruption
-    python train.py mamba --selfcheck                  # training form against step-by-step inference
+    python train.py attention --out run-attention # again with --resume after an interruption
+    python train.py mamba --selfcheck             # training form against step-by-step inference
 
 Every block of a sequence is trained as the frontier of its own clean prefix. Half of the blocks are
 masked at random, half are masked behind a clean beginning, which is how the first active block of a
@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import math
 import os
 import random
 import sys
 import time
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -30,17 +29,18 @@ from torch import Tensor
 
 TRAIN_LENGTH = 256
 LONGEST = 4096  # positions that stretched training sequences reach
-# Recall is learned in a jump, and the jump comes early where few devices are set: fewest and most
-# devices, largest share of filler. A level ends when the running recall passes LEVEL_UP.
-LEVELS = (
-    ((1, 2), 0.0), ((2, 3), 0.1), ((2, 4), 0.2), ((3, 6), 0.4), ((4, 8), 0.7)
-)  # fmt: skip
-LEVEL_UP = 0.85
+# Copying a value is learned first, where hardly anything else is set; which value belongs to which
+# device is then learned in a jump. Per level: fewest and most devices, largest share of filler, and
+# the running recall that ends the level.
+LEVELS = (((1, 2), 0.0, 0.5), ((1, 6), 0.1, 0.75), ((2, 8), 0.4, 0.85), ((4, 8), 0.7, 2.0))
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One training batch; every tensor is [B, n, L] except `start` [B, n]."""
+    """One training batch; every tensor is [B, n, L] except `start` [B, n].
+
+    `recalled` marks masked values of answers whose device is seen; progress counts them.
+    """
 
     clean: Tensor
     noisy: Tensor
@@ -59,7 +59,7 @@ class Sampler:
         self.level = 0
         tokenizer = build_tokenizer()
         self.count = line_counter(tokenizer)
-        self.encode = lru_cache(maxsize=None)(lambda line: tuple(tokenizer.encode(line).ids))
+        self.encode = cache(lambda line: tuple(tokenizer.encode(line).ids))
         self.mask_id, self.colon, self.end = map(tokenizer.token_to_id, (MASK, '":', END))
         self.quote = tokenizer.token_to_id('{"')
 
@@ -67,7 +67,7 @@ class Sampler:
         return torch.rand(*shape, generator=self.torch_rng)
 
     def _log(self) -> list[int]:
-        keys, share = LEVELS[self.level]
+        keys, share, _ = LEVELS[self.level]
         log = dense_log(self.rng, self.count, TRAIN_LENGTH, keys, (0.0, share))
         return [i for line in log.splitlines(True) for i in self.encode(line)][:TRAIN_LENGTH]
 
@@ -87,7 +87,7 @@ class Sampler:
 
     def _start(self, blocks: int) -> Tensor:
         start = (torch.arange(blocks) * self.block_len).repeat(self.rows, 1)
-        if not self.stretch:
+        if not self.stretch or self.level < 2:
             return start
         # Gaps between blocks: attention meets far positions although sequences stay short.
         for row in start:
@@ -109,11 +109,18 @@ class Sampler:
             t.unflatten(1, (-1, self.block_len)) for t in (clean, before == self.colon, in_answer)
         )
         masked = self._masked(clean.shape[1])
+        # Values are the last tokens to be revealed, and what there is to learn: mask them more.
+        masked |= recalled & (self._rand(self.rows, clean.shape[1], 1) < 0.5)
         share = masked.float().mean(-1, keepdim=True)
-        # Lines other than answers are mostly noise; they count less so as not to drown recall.
+        # Recall proper is a value whose device, two tokens before it, can be seen; decoding reveals
+        # the device first. Lines other than answers are mostly noise: they count less.
+        inside = torch.arange(TRAIN_LENGTH) % self.block_len
+        device_seen = (inside < 2) | ~F.pad(masked.flatten(1), (2, 0))[:, :-2]
+        recalled &= device_seen.view_as(masked)
         worth = torch.where(recalled, 2.0, torch.where(in_answer, 0.5, 0.15))
         weight = masked * worth / share.clamp(min=0.25)
         noisy = clean.masked_fill(masked, self.mask_id)
+        recalled[:, :2] = False  # what is asked there is often set behind a mask of the same block
         return Batch(clean, noisy, weight, self._start(clean.shape[1]), recalled & masked)
 
 
@@ -205,7 +212,12 @@ def optimizers(model: Denoiser, lr: float) -> list[torch.optim.Optimizer]:
     chosen = set(map(id, matrices))
     others = [p for p in model.parameters() if id(p) not in chosen]
     muon = torch.optim.Muon(matrices, lr=5 * lr, weight_decay=0.01)
-    return [muon, torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)]
+    # The embedding moves slowly: copying a value is learned against its rows.
+    groups = [
+        {"params": [p for p in others if p.ndim != 2]},
+        {"params": [p for p in others if p.ndim == 2], "lr": lr / 4},
+    ]
+    return [muon, torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.98), weight_decay=0.0)]
 
 
 def train(args: argparse.Namespace) -> None:
@@ -226,7 +238,7 @@ def train(args: argparse.Namespace) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / "checkpoint.pt"
     if args.resume and path.exists():
-        saved = torch.load(path, weights_only=True)
+        saved = torch.load(path, weights_only=True)  # noqa: TID251  own file, data only
         model.load_state_dict(saved["model"])
         for opt, state in zip(opts, saved["optimizers"], strict=True):
             opt.load_state_dict(state)
@@ -272,7 +284,7 @@ def train(args: argparse.Namespace) -> None:
             right = (logits.argmax(-1) == target) & recalled
             seen += torch.tensor([loss.item(), each.mean().item(), right.sum(), recalled.sum()])
             running += 0.05 * ((right.sum() / recalled.sum().clamp(min=1)).item() - running)
-        if running > LEVEL_UP and sampler.level + 1 < len(LEVELS):
+        if running > LEVELS[sampler.level][2]:
             sampler.level, running = sampler.level + 1, 0.0
         now = time.monotonic()
         spent, mark = spent + now - mark, now

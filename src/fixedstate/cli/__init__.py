@@ -6,6 +6,7 @@ warnings), 1 for an error or a failed comparison, 2 for a wrong request, 130 for
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
@@ -109,10 +110,8 @@ def _unexpected(err: Exception, debug: bool) -> int:
 
 def _reader_left() -> int:
     """Whoever read standard output has gone; nothing can be said there any more."""
-    try:
+    with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (OSError, ValueError):
-        pass
     return 1
 
 

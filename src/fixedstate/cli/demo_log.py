@@ -83,7 +83,9 @@ def robot_log(tokens: int, count: Callable[[str], int], *, seed: int = 0) -> Rob
     text = "".join(lines)
     total = count(text)
     questions = tuple(
-        Question(f"get {device}\n", json.dumps({device: value}), total - count(text[: text.index(store)]))
+        Question(
+            f"get {device}\n", json.dumps({device: value}), total - count(text[: text.index(store)])
+        )
         for (device, value), store in zip(values.items(), stores, strict=True)
     )
     return RobotLog(text, total, questions)

@@ -14,15 +14,27 @@ if TYPE_CHECKING:
     from fixedstate.export.pipeline import ExportReport
 
 
-@click.command("export")
+@click.command("export", short_help="Turn a checkpoint into a bundle, compared with PyTorch.")
 @click.argument("checkpoint")
 @click.option(
     "-o", "--output", required=True, type=click.Path(path_type=Path), help="Folder to write."
 )
-@click.option("--block-len", type=POSITIVE, help="Tokens of a block, where the checkpoint is silent.")
-@click.option("--mask-id", type=NATURAL, help="Id of the mask, where the checkpoint is silent.")
 @click.option(
-    "--stop-id", "stop_ids", type=NATURAL, multiple=True, help="Id that ends a text (repeatable)."
+    "--block-len",
+    type=POSITIVE,
+    metavar="N",
+    help="Tokens of a block, where the checkpoint is silent.",
+)
+@click.option(
+    "--mask-id", type=NATURAL, metavar="N", help="Id of the mask, where the checkpoint is silent."
+)
+@click.option(
+    "--stop-id",
+    "stop_ids",
+    type=NATURAL,
+    metavar="N",
+    multiple=True,
+    help="Id that ends a text (repeatable).",
 )
 @click.option(
     "--precision",
@@ -37,13 +49,15 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--conv-layout",
-    type=click.Choice(["channels-first", "channels-last"]),
-    help="Axes of convolution weights, where their shapes fit both.",
+    type=click.Choice(["d1k", "dk", "dk1"]),
+    help="Axes of convolution weights, where their shapes leave two readings.",
 )
 @force_option
 @json_option
 @debug_option
-def command(checkpoint: str, output: Path, as_json: bool, **options: Any) -> None:
+def command(
+    checkpoint: str, output: Path, as_json: bool, stop_ids: tuple[int, ...], **options: Any
+) -> None:
     """Export CHECKPOINT, a folder or the name of a shipped model, as a bundle.
 
     Shipped models: tiny-attention, tiny-mamba, tiny-hybrid. Every graph is compared with PyTorch
@@ -55,7 +69,9 @@ def command(checkpoint: str, output: Path, as_json: bool, **options: Any) -> Non
     from fixedstate.export.pipeline import export_bundle
 
     with progress("reading the checkpoint") as tell:
-        report = export_bundle(checkpoint, output, notes=note, progress=tell, **options)
+        report = export_bundle(
+            checkpoint, output, stop_ids=stop_ids or None, notes=note, progress=tell, **options
+        )
     _check_written(output)
     if as_json:
         echo_json(summary(report))

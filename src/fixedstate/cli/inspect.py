@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _KV_TOKENS = (1024, 8192)
 
 
-@click.command("inspect")
+@click.command("inspect", short_help="Show graphs, ports, state and memory of a bundle.")
 @bundle_argument
 @json_option
 @debug_option
@@ -97,7 +97,9 @@ def _graph(graph: Graph) -> dict[str, Any]:
 
 def _ports(bundle: Bundle) -> Iterator[dict[str, Any]]:
     updates = {
-        name: port.update for port in bundle.state.ports for name in (port.past.name, port.present.name)
+        name: port.update
+        for port in bundle.state.ports
+        for name in (port.past.name, port.present.name)
     }
     for graph in bundle.graphs.values():
         for direction, ports in (("input", graph.inputs), ("output", graph.outputs)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 POSITIVE = click.IntRange(min=1)
 NATURAL = click.IntRange(min=0)
+SEED = click.IntRange(0, 2**64 - 1)
 
 
 @dataclass
@@ -24,45 +26,49 @@ class Session:
     debug: bool = False
 
 
-class Real(click.ParamType):
+def real(low: float, high: float = math.inf) -> Callable[[str], float]:
     """A finite number within limits; NaN, which no comparison refuses, is refused here."""
 
-    name = "number"
-
-    def __init__(self, low: float, high: float = math.inf) -> None:
-        self.low, self.high = low, high
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> float:
-        """The number a text stands for."""
+    def convert(value: str) -> float:
         try:
             number = float(value)
         except ValueError:
-            self.fail(f"{value!r} is not a number.", param, ctx)
-        if not (math.isfinite(number) and self.low <= number <= self.high):
-            above = f"{self.low:g} or more" if math.isinf(self.high) else ""
-            wanted = above or f"between {self.low:g} and {self.high:g}"
-            self.fail(f"{value!r} is out of range: give a number {wanted}.", param, ctx)
+            raise click.BadParameter(f"{value!r} is not a number.") from None
+        if not (math.isfinite(number) and low <= number <= high):
+            wanted = f"{low:g} or more" if math.isinf(high) else f"between {low:g} and {high:g}"
+            raise click.BadParameter(f"{value!r} is out of range: give a number {wanted}.")
         return number
 
+    return convert
 
-class TokenIds(click.ParamType):
+
+def token_ids(value: str) -> tuple[int, ...]:
     """Token ids such as ``1,2,3``; an empty text is the empty prompt."""
+    words = [word for word in re.split(r"[,\s]+", value.strip()) if word]
+    for word in words:
+        if not re.fullmatch(r"[0-9]{1,18}", word):
+            raise click.BadParameter(f"{word!r} is not a token id: give ids such as 1,2,3.")
+    return tuple(int(word) for word in words)
 
-    name = "ids"
 
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int, ...]:
-        """The ids a text stands for."""
-        if isinstance(value, tuple):
-            return value
-        words = [word for word in re.split(r"[,\s]+", value.strip()) if word]
-        for word in words:
-            if not re.fullmatch(r"[0-9]{1,18}", word):
-                self.fail(f"{word!r} is not a token id: give ids such as 1,2,3.", param, ctx)
-        return tuple(int(word) for word in words)
+def prompt_text(value: str) -> str:
+    """A text that can be encoded."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise click.BadParameter("the text is not UTF-8.") from None
+    return value
+
+
+def prompt_file(value: str) -> str:
+    """The whole text of a UTF-8 file, or of standard input for ``-``."""
+    try:
+        raw = sys.stdin.buffer.read() if value == "-" else Path(value).read_bytes()
+        return raw.decode("utf-8")
+    except OSError as err:
+        raise click.BadParameter(f"{value!r} cannot be read: {err.strerror}.") from None
+    except UnicodeDecodeError:
+        raise click.BadParameter(f"{value!r} is not a UTF-8 text.") from None
 
 
 bundle_argument = click.argument("bundle", type=click.Path(path_type=Path))
@@ -70,7 +76,10 @@ bundle_argument = click.argument("bundle", type=click.Path(path_type=Path))
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 
 threads_option = click.option(
-    "--threads", type=POSITIVE, help="Threads within an operator [default: ONNX Runtime's choice]."
+    "--threads",
+    type=POSITIVE,
+    metavar="N",
+    help="Threads within an operator [default: ONNX Runtime's choice].",
 )
 
 force_option = click.option(

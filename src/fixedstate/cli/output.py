@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,12 +16,16 @@ import click
 if TYPE_CHECKING:
     from rich.console import Console
 
+_FLAT_LIST = re.compile(r"(?<=\[)\n[^\[\]{}]+(?=\])")
+_LINE_BREAK = re.compile(r"\n\s*")
 _WIDE = 140  # columns of a table that goes into a file or a pipe
 
 
 def echo_json(data: Any) -> None:
     """Print one JSON document; numbers that JSON lacks (NaN, infinity) become null."""
-    click.echo(json.dumps(_finite(data), indent=2, ensure_ascii=False, allow_nan=False))
+    text = json.dumps(_finite(data), indent=2, ensure_ascii=False, allow_nan=False)
+    # Lists of ids and shapes on one line; inside a JSON string there is no line break to find.
+    click.echo(_FLAT_LIST.sub(lambda found: _LINE_BREAK.sub(" ", found[0]).strip(), text))
 
 
 def _finite(data: Any) -> Any:

@@ -1,0 +1,291 @@
+"""Passes that turn a traced graph into the portable file, each with one job.
+
+Order: :func:`finish`. The portable file is opset 21, IR 10, standard operators and nodes of
+domain ``fixedstate`` whose model-local body holds only such operators; :func:`lint` checks it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes import common
+
+from fixedstate.errors import ExportError
+from fixedstate.plugins.bodies import function_body
+from fixedstate.plugins.schema import DOMAIN, OPS, VERSION
+from fixedstate.ports import Port
+from fixedstate.spec import ModelSpec
+from fixedstate.state import Precision, StateSpec, graph_ports
+
+OPSET = 21
+IR_VERSION = 10
+MIN_ONNXRUNTIME = "1.18.0"
+"""The first ONNX Runtime that reads opset 21 and IR 10."""
+
+FORBIDDEN = {
+    "Attention": "TensorRT before 10.14 has no importer",
+    "RMSNormalization": "TensorRT before 10.15 has no importer",
+    "RotaryEmbedding": "TensorRT before 10.15 has no importer",
+    "TensorScatter": "TensorRT before 10.15 has no importer",
+    "LinearAttention": "it needs a plugin library",
+    "CausalConvWithState": "it needs a plugin library",
+    "CumSum": "TensorRT imports it as a loop",
+    "Loop": "carried values change type or run once too often in TensorRT",
+    "If": "no data-dependent control flow",
+    "NonZero": "its output size depends on data",
+    "RandomNormal": "the graph must be a function of its inputs",
+    "RandomUniform": "the graph must be a function of its inputs",
+}
+"""Operators of the standard domain that the portable file must not hold, and why."""
+
+_DTYPES = {
+    "float32": ir.DataType.FLOAT,
+    "float16": ir.DataType.FLOAT16,
+    "int64": ir.DataType.INT64,
+}
+
+
+def finish(model: ir.Model, spec: ModelSpec, precision: Precision, role: str) -> ir.Model:
+    """Make the portable file of one role out of its traced graph, in place.
+
+    Raises:
+        ExportError: where the graph's ports are not those of the role, or :func:`lint` objects.
+    """
+    inputs, outputs = graph_ports(spec, StateSpec.of(spec, precision), role)
+    strip_metadata(model)
+    name_weights(model)
+    plain_softplus(model)
+    split_projections(model)
+    add_functions(model, spec, precision)
+    common.RemoveUnusedNodesPass()(model)
+    check_inputs_read(model)
+    repair_open_ends(model)
+    set_ports(model.graph.inputs, inputs)
+    set_ports(model.graph.outputs, outputs)
+    name_values(model)
+    model.ir_version = IR_VERSION
+    model.opset_imports.clear()
+    model.opset_imports[""] = OPSET
+    model.producer_name, model.producer_version, model.domain = "fixedstate", "", ""
+    if any(node.domain == DOMAIN for node in model.graph):
+        model.opset_imports[DOMAIN] = VERSION
+    lint(model, inputs, outputs)
+    return model
+
+
+def strip_metadata(model: ir.Model) -> None:
+    """Drop stack traces, paths and notes: files must not differ by where they were made."""
+    model.metadata_props.clear()
+    model.doc_string = None
+    model.graph.doc_string = None
+    model.graph.metadata_props.clear()
+    model.graph.name = "fixedstate"
+    for node in model.graph.all_nodes():
+        node.metadata_props.clear()
+        node.doc_string = None
+        for value in node.outputs:
+            value.metadata_props.clear()
+            value.doc_string = None
+            value.shape = None
+    for value in itertools.chain(model.graph.inputs, model.graph.initializers.values()):
+        value.metadata_props.clear()
+        value.doc_string = None
+
+
+def name_weights(model: ir.Model) -> None:
+    """Give weights the names of the checkpoint layout: ``layers.0.mixer.in_proj.weight``."""
+    for value in list(model.graph.initializers.values()):
+        assert value.name is not None
+        if not value.name.startswith("denoiser."):
+            continue
+        del model.graph.initializers[value.name]
+        value.name = value.name.removeprefix("denoiser.").replace("__", ".")
+        if value.const_value is not None:
+            value.const_value.name = value.name
+        model.graph.register_initializer(value)
+
+
+def plain_softplus(model: ir.Model) -> None:
+    """Where(x > 20, x, Softplus(x)) is Softplus(x): the operator is right for every x."""
+    for node in list(model.graph):
+        if node.op_type != "Where":
+            continue
+        test, same, soft = (value.producer() if value else None for value in node.inputs)
+        del same
+        if test is None or soft is None or (test.op_type, soft.op_type) != ("Greater", "Softplus"):
+            continue
+        x = node.inputs[1]
+        if soft.inputs[0] is x and test.inputs[0] is x:
+            ir.convenience.replace_all_uses_with(node.outputs[0], soft.outputs[0])
+
+
+def split_projections(model: ir.Model) -> None:
+    """Split(MatMul(x, W)) becomes one MatMul per part: the same sums without copying them apart.
+
+    Column j of a product depends on column j of W alone, so nothing else changes.
+    """
+    for node in list(model.graph):
+        if node.op_type != "Split" or node.inputs[1] is None:
+            continue
+        product, sizes = node.inputs[0].producer(), node.inputs[1].const_value
+        if product is None or product.op_type != "MatMul" or sizes is None:
+            continue
+        weight = product.inputs[1]
+        if weight is None or weight.const_value is None or len(node.inputs[0].uses()) != 1:
+            continue
+        start = 0
+        for place, size in enumerate(int(v) for v in sizes.numpy()):
+            columns = weight.const_value.numpy()[:, start : start + size]
+            start += size
+            name = f"{weight.name}.{place}"
+            if name not in model.graph.initializers:
+                data = ir.tensor(np.ascontiguousarray(columns), name=name)
+                model.graph.register_initializer(
+                    ir.Value(name=name, const_value=data, type=weight.type, shape=data.shape)
+                )
+            part = ir.node("MatMul", [product.inputs[0], model.graph.initializers[name]])
+            model.graph.insert_before(node, part)
+            ir.convenience.replace_all_uses_with(node.outputs[place], part.outputs[0])
+
+
+def add_functions(model: ir.Model, spec: ModelSpec, precision: Precision) -> None:
+    """Write every attribute on the ``fixedstate`` nodes and add one body per operator used."""
+    sizes = [layer.mamba2 for layer in spec.layers if layer.mixer == "mamba2"]
+    taps = [one.d_conv for one in sizes if one.d_conv > 1]
+    wide_skip = any(one.d_has_hdim for one in sizes)
+    used: set[str] = set()
+    for node in model.graph.all_nodes():
+        if node.domain != DOMAIN:
+            continue
+        used.add(node.op_type)
+        node.attributes["plugin_namespace"] = ir.AttrString("plugin_namespace", DOMAIN)
+        node.attributes["plugin_version"] = ir.AttrString("plugin_version", str(VERSION))
+        node.attributes["block_len"] = ir.AttrInt64("block_len", spec.block_len)
+    for name in OPS:
+        if name in used:
+            body = function_body(name, spec.block_len, precision.io, taps, wide_skip)
+            model.functions[body.identifier()] = body
+
+
+def check_inputs_read(model: ir.Model) -> None:
+    """Manifest and graph never disagree: an input that nothing reads is an error.
+
+    Raises:
+        ExportError: naming the input.
+    """
+    for value in model.graph.inputs:
+        if not value.uses():
+            raise ExportError(f"graph input {value.name!r} is listed but nothing reads it")
+
+
+def set_ports(values: Iterable[ir.Value], ports: Iterable[Port]) -> None:
+    """Write names, dtypes and dimensions of the ports onto graph inputs or outputs."""
+    for value, port in zip(values, ports, strict=True):
+        value.name = port.name
+        value.dtype = _DTYPES[port.dtype]
+        value.shape = ir.Shape([dim if isinstance(dim, int) else str(dim) for dim in port.shape])
+
+
+def name_values(model: ir.Model) -> None:
+    """Number nodes and intermediate values, so that names do not depend on the exporter."""
+    fixed = {id(value) for value in itertools.chain(model.graph.inputs, model.graph.outputs)}
+    for index, node in enumerate(model.graph):
+        node.name = f"{node.op_type}_{index}"
+        for place, value in enumerate(node.outputs):
+            if id(value) not in fixed:
+                value.name = f"v{index}_{place}" if place else f"v{index}"
+    constants = [
+        value
+        for name, value in model.graph.initializers.items()
+        if not is_weight(name)
+    ]
+    for index, value in enumerate(constants):
+        assert value.name is not None
+        del model.graph.initializers[value.name]
+        value.name = f"c{index}"
+        if value.const_value is not None:
+            value.const_value.name = value.name
+    for value in constants:
+        model.graph.register_initializer(value)
+
+
+def is_weight(name: str) -> bool:
+    """Whether an initialiser is a weight of the checkpoint rather than a constant of the graph."""
+    return name.startswith(("layers.", "embedding.", "norm.", "head."))
+
+
+def lint(model: ir.Model, inputs: tuple[Port, ...], outputs: tuple[Port, ...]) -> None:
+    """Refuse a graph that breaks a rule of the portable file.
+
+    Raises:
+        ExportError: naming node, operator, domain and rule.
+    """
+    for given, ports in ((model.graph.inputs, inputs), (model.graph.outputs, outputs)):
+        names = [value.name for value in given]
+        if names != [port.name for port in ports]:
+            raise ExportError(
+                f"graph ports {names} differ from the manifest's {[p.name for p in ports]}"
+            )
+    taken = {value.name for value in model.graph.inputs}
+    if taken & {value.name for value in model.graph.outputs}:
+        raise ExportError("a graph input and a graph output share a name")
+    bodies = {identifier[:2] for identifier in model.functions}
+    for node in model.graph.all_nodes():
+        _lint_node(node, bodies, "graph")
+    for function in model.functions.values():
+        if function.domain != DOMAIN or function.name not in OPS:
+            raise ExportError(
+                f"function {function.domain}::{function.name} is no declared operator"
+            )
+        for node in function.all_nodes():
+            _lint_node(node, set(), f"body of {function.name}")
+    for name, value in model.graph.initializers.items():
+        _lint_constant(name, value)
+    for identifier, found in model.opset_imports.items():
+        if (identifier, found) not in (("", OPSET), (DOMAIN, VERSION)):
+            raise ExportError(f"the graph imports opset {identifier or 'ai.onnx'} {found}")
+
+
+def _lint_node(node: ir.Node, bodies: set[tuple[str, str]], where: str) -> None:
+    what = f"{where}: node {node.name!r} ({node.domain or 'ai.onnx'}::{node.op_type})"
+    if node.domain not in ("", "ai.onnx"):
+        if (node.domain, node.op_type) not in bodies:
+            raise ExportError(
+                f"{what} is neither a standard operator nor a declared one with a body: declare "
+                "it as a plugin operator or rewrite the layer in standard operators"
+            )
+        return
+    if node.op_type in FORBIDDEN:
+        raise ExportError(f"{what} may not stand in the portable file: {FORBIDDEN[node.op_type]}")
+    for attr in node.attributes.values():
+        if attr.type == ir.AttributeType.TENSOR:
+            _lint_array(f"{what} attribute {attr.name!r}", attr.as_tensor().numpy())
+
+
+def _lint_constant(name: str, value: ir.Value) -> None:
+    if value.const_value is None:
+        raise ExportError(f"initialiser {name!r} has no value")
+    if is_weight(name):
+        return
+    _lint_array(f"constant {name!r}", value.const_value.numpy())
+
+
+def _lint_array(what: str, data: np.ndarray) -> None:  # type: ignore[type-arg]
+    if data.dtype.kind == "f" and not np.isfinite(data).all():
+        raise ExportError(f"{what} is not finite in {data.dtype}: use a constant that fits")
+
+
+def repair_open_ends(model: ir.Model) -> None:
+    """Write open slice ends (INT64 maximum) as the INT32 maximum, which every parser keeps."""
+    limit = np.iinfo(np.int32).max
+    for value in model.graph.initializers.values():
+        tensor = value.const_value
+        if tensor is None or tensor.dtype != ir.DataType.INT64:
+            continue
+        data = tensor.numpy()
+        if (data == np.iinfo(np.int64).max).any():
+            clipped = np.minimum(data, limit)
+            value.const_value = ir.tensor(clipped, name=value.name)

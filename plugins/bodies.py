@@ -1,0 +1,422 @@
+"""The operators as ONNX function bodies in standard ops of opset 21: one body per op and model.
+
+Sizes come from Shape and from the block length, so one body serves layers of different sizes.
+The math is that of :mod:`fixedstate.plugins.torch_ops`, written a second time by hand: a graph
+that uses these bodies is compared with the torch code, not derived from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from fixedstate.plugins.schema import ATTRIBUTES, DOMAIN, OPS
+
+CHUNK = 64
+OPSET = 21
+_IO = {"float32": ir.DataType.FLOAT, "float16": ir.DataType.FLOAT16}
+
+
+class _Body:
+    """A function body under construction: every method adds nodes and gives a value."""
+
+    def __init__(self, name: str, io: str) -> None:
+        self.schema = OPS[name]
+        self.io = _IO[io]
+        self.inputs = {n: ir.Value(name=n) for n in self.schema.inputs}
+        self.nodes: list[ir.Node] = []
+        self._constants: dict[tuple[str, tuple[int, ...], bytes], ir.Value] = {}
+
+    def op(
+        self, op_type: str, *inputs: ir.Value, out: str | None = None, **attributes: object
+    ) -> ir.Value:
+        """One node with one output."""
+        return self.ops(op_type, 1, *inputs, out=out, **attributes)[0]
+
+    def ops(
+        self,
+        op_type: str,
+        outputs: int,
+        *inputs: ir.Value,
+        out: str | None = None,
+        **attributes: object,
+    ) -> Sequence[ir.Value]:
+        """One node with several outputs."""
+        attrs = ir.convenience.convert_attributes(attributes)  # type: ignore[arg-type]
+        node = ir.Node("", op_type, list(inputs), attrs, num_outputs=outputs)
+        for index, value in enumerate(node.outputs):
+            value.name = out or f"{op_type.lower()}_{len(self.nodes)}_{index}"
+        self.nodes.append(node)
+        return node.outputs
+
+    def const(self, array: object, dtype: type[np.generic] = np.int64) -> ir.Value:
+        """A constant, made once."""
+        data = np.asarray(array, dtype)
+        key = (data.dtype.str, data.shape, data.tobytes())
+        if key not in self._constants:
+            self._constants[key] = self.op("Constant", value=ir.tensor(data))
+        return self._constants[key]
+
+    def float(self, value: ir.Value) -> ir.Value:
+        """The value in float32."""
+        if self.io == ir.DataType.FLOAT:
+            return value
+        return self.op("Cast", value, to=int(ir.DataType.FLOAT))
+
+    def to_io(self, value: ir.Value) -> ir.Value:
+        """The value in the io dtype."""
+        if self.io == ir.DataType.FLOAT:
+            return value
+        return self.op("Cast", value, to=int(self.io))
+
+    def transpose(self, value: ir.Value, *perm: int) -> ir.Value:
+        """Axes in another order."""
+        return self.op("Transpose", value, perm=list(perm))
+
+    def unsqueeze(self, value: ir.Value, *axes: int) -> ir.Value:
+        """New axes of size 1."""
+        return self.op("Unsqueeze", value, self.const(list(axes)))
+
+    def slice(self, value: ir.Value, axis: int, start: int | ir.Value, end: int | ir.Value) -> ir.Value:
+        """One axis cut; bounds are ints or 1-D values."""
+        first, last = (v if isinstance(v, ir.Value) else self.const([v]) for v in (start, end))
+        return self.op("Slice", value, first, last, self.const([axis]))
+
+    def dims(self, value: ir.Value, start: int, end: int) -> ir.Value:
+        """Part of a shape as a 1-D int64 value."""
+        return self.op("Shape", value, start=start, end=end)
+
+    def reshape(self, value: ir.Value, *shape: int | ir.Value) -> ir.Value:
+        """Another shape from ints (0 keeps, -1 infers) and 1-D values."""
+        if all(isinstance(part, int) for part in shape):
+            return self.op("Reshape", value, self.const(list(shape)))
+        parts = [part if isinstance(part, ir.Value) else self.const([part]) for part in shape]
+        return self.op("Reshape", value, self.op("Concat", *parts, axis=0))
+
+    def function(self, outputs: Sequence[ir.Value]) -> ir.Function:
+        """The finished function."""
+        for value, name in zip(outputs, self.schema.outputs, strict=True):
+            value.name = name
+        graph = ir.Graph(
+            list(self.inputs.values()),
+            list(outputs),
+            nodes=self.nodes,
+            opset_imports={"": OPSET},
+            name=self.schema.name,
+        )
+        attributes = [
+            ir.Attr(name, ir.AttributeType.UNDEFINED, None) for name in ATTRIBUTES
+        ]
+        return ir.Function(DOMAIN, self.schema.name, "", graph=graph, attributes=attributes)
+
+
+def function_body(
+    name: str, block_len: int, io: str, taps: Sequence[int] = (), wide_skip: bool = False
+) -> ir.Function:
+    """The model-local function of one operator.
+
+    Args:
+        name: A key of :data:`fixedstate.plugins.schema.OPS`.
+        block_len: L of the model, in tokens.
+        io: ``float32`` or ``float16``, the dtype of activations.
+        taps: The different K of the model's convolutions.
+        wide_skip: Whether any layer's D has one weight per channel, [H, P], rather than per head.
+
+    Returns:
+        A function whose nodes are standard ops of opset 21.
+    """
+    body = _Body(name, io)
+    if name.startswith("CausalConv"):
+        return _conv(body, block_len, sorted(set(taps)))
+    return _ssd(body, block_len, wide_skip)
+
+
+# --- causal convolution -----------------------------------------------------------------------
+
+
+def _conv(body: _Body, block_len: int, taps: Sequence[int]) -> ir.Function:
+    """K shifted products: faster than a grouped Conv, and no transposes of the tokens."""
+    most = taps[-1]
+    mixed = len(taps) > 1
+    x, weight, bias = (body.inputs[n] for n in ("x", "weight", "bias"))
+    reverse = body.schema.name == "CausalConvReverse"
+    rows = body.transpose(_widen(body, weight, most) if mixed else weight, 1, 0)  # [K, C]
+    tap = body.ops("Split", most, rows, axis=0, num_outputs=most)
+    if reverse:
+        blocks = body.op("Reshape", x, _block_shape(body, x, block_len))
+        pads = body.const([0, 0, 0, 0, most - 1, 0])
+        full = body.op("Pad", blocks, pads)
+        y = _taps(body, full, list(reversed(tap)), bias, block_len)
+        return body.function([body.op("Reshape", y, body.op("Shape", x))])
+    state = body.inputs["state"]
+    window = _widen(body, state, most - 1) if mixed else state
+    full = body.op("Concat", body.transpose(window, 0, 2, 1), x, axis=1)  # [B, K-1+T, C]
+    denoise = body.schema.name == "CausalConvDenoise"
+    tokens: int | ir.Value = block_len if denoise else body.dims(x, 1, 2)
+    y = _taps(body, full, tap, bias, tokens, last=x)
+    if denoise:
+        return body.function([y])
+    return body.function([y, _window(body, full, most, mixed)])
+
+
+def _widen(body: _Body, value: ir.Value, columns: int) -> ir.Value:
+    """Zeros before the last axis up to a number of columns (layers with fewer taps)."""
+    lead = 2 if value.name == "state" else 1
+    missing = body.op("Sub", body.const([columns]), body.dims(value, lead, lead + 1))
+    pads = body.op("Concat", body.const([0] * lead), missing, body.const([0] * (lead + 1)), axis=0)
+    return body.op("Pad", value, pads)
+
+
+def _block_shape(body: _Body, x: ir.Value, block_len: int) -> ir.Value:
+    """[-1, L, C]."""
+    return body.op("Concat", body.const([-1, block_len]), body.dims(x, 2, 3), axis=0)
+
+
+def _taps(
+    body: _Body,
+    full: ir.Value,
+    tap: Sequence[ir.Value],
+    bias: ir.Value,
+    tokens: int | ir.Value,
+    last: ir.Value | None = None,
+) -> ir.Value:
+    """silu(bias + sum over k of tap_k * full[:, k:k+tokens])."""
+    total = None
+    for k, one in enumerate(tap):
+        if k == len(tap) - 1 and last is not None:
+            part = last
+        else:
+            end = (
+                k + tokens
+                if isinstance(tokens, int)
+                else body.op("Add", tokens, body.const([k]))
+            )
+            part = body.slice(full, 1, k, end)
+        product = body.op("Mul", part, one)
+        total = body.op("Add", product, bias if total is None else total)
+    assert total is not None
+    return body.op("Mul", total, body.op("Sigmoid", total))
+
+
+def _window(body: _Body, full: ir.Value, most: int, mixed: bool) -> ir.Value:
+    """Raw columns [length, length + K - 1) of each row: [B, C, K-1]."""
+    length = body.unsqueeze(body.inputs["length"], 1)  # [B, 1]
+    if mixed:
+        width = body.op("Squeeze", body.dims(body.inputs["state"], 2, 3))
+        steps = body.op("Range", body.const(0), width, body.const(1))
+        skipped = body.op("Sub", body.const(most - 1), width)
+        index = body.op("Add", length, body.op("Add", steps, skipped))
+    else:
+        index = body.op("Add", length, body.const(np.arange(most - 1)))
+    rows = body.op("GatherND", full, body.unsqueeze(index, 2), batch_dims=1)  # [B, K-1, C]
+    return body.transpose(rows, 0, 2, 1)
+
+
+# --- Mamba-2 ------------------------------------------------------------------------------------
+
+
+def _ssd(body: _Body, block_len: int, wide_skip: bool) -> ir.Function:
+    """The matrix form; see :func:`fixedstate.plugins.torch_ops._ssd`.
+
+    Inside, B' is B for the forward forms and B*n for the reverse one; K chunks of c tokens.
+    """
+    name = body.schema.name
+    size = min(block_len, CHUNK)
+    per_block = -(-block_len // size)
+    reverse, commit = name == "SsdBlockReverse", name == "SsdBlockCommit"
+    x = body.float(body.inputs["x"])
+    b, c = (body.float(body.inputs[n]) for n in ("b", "c"))
+    dt = body.inputs["dt"]
+    lead = -1 if reverse else 0
+    cut = _Cut(body, block_len, size, lead, flat=per_block == 1 and not commit)
+    v = cut.heads(x)  # [B', K, H, c, P]
+    step = cut.steps(dt)  # [B', K, H, c]
+    log_decay = cut.steps(body.op("Mul", dt, body.inputs["a"]))  # [B', K, H, c]
+    bk, ck = cut.heads(b), cut.heads(c)  # [B', K, G, c, N]
+    decay = _segment_decay(body, log_decay, size, reverse)  # [B', K, H, c, c]
+    score = body.op("MatMul", ck, cut.swap_last(bk))  # [B', K, G, c, c]
+    # dt and the skip go into the matrix: [c, c] per head is smaller than [c, P]
+    weighted = body.op("Mul", decay, body.unsqueeze(step, -2))
+    mix = cut.by_head(body.op("Mul", cut.by_group(weighted, b), cut.spread(score)), decay)
+    if not wide_skip:
+        eye = body.const(np.eye(size), np.float32)
+        mix = body.op("Add", mix, body.op("Mul", body.reshape(body.inputs["d"], -1, 1, 1), eye))
+    y = body.op("MatMul", mix, v)
+    final = None
+    if not (reverse and per_block == 1):
+        state = body.inputs.get("state")
+        if per_block == 1 and not commit:
+            assert state is not None
+            entering = state
+        else:
+            local = _local(body, cut, weighted, bk, v, b, size, reverse)
+            total = body.op("ReduceSum", log_decay, body.const([3]), keepdims=0)  # [B', K, H]
+            total = body.transpose(total, 0, 2, 1)
+            if reverse:
+                entering = _carry_reverse(body, local, total, per_block)
+            else:
+                assert state is not None
+                count = None if commit else per_block
+                entering, final = _carry(body, local, total, state, count)
+        read = body.op("MatMul", cut.spread(ck), cut.by_group(entering, b))
+        reach = np.tri(size, dtype=np.float32)  # r <= t
+        sums = body.op("MatMul", log_decay, body.const(reach if reverse else reach.T, np.float32))
+        grown = body.op("Exp", sums)
+        y = body.op("Add", y, body.op("Mul", body.unsqueeze(grown, -1), cut.by_head(read, y)))
+    y = cut.join(y, body.inputs["x"])
+    if wide_skip:
+        heads = body.dims(body.inputs["a"], 0, 1)
+        skip = body.reshape(body.inputs["d"], heads, -1)  # [H, 1] or [H, P]
+        y = body.op("Add", y, body.op("Mul", x, skip))
+    y = body.to_io(y)
+    return body.function([y, final] if commit and final is not None else [y])
+
+
+class _Cut:
+    """Tokens cut into chunks: [B', T, ...] to [B', K, c, ...] and back.
+
+    ``flat`` leaves the chunk axis out where every row is one chunk.
+    """
+
+    def __init__(self, body: _Body, block_len: int, size: int, lead: int, flat: bool) -> None:
+        self.body, self.block_len, self.size, self.lead, self.flat = body, block_len, size, lead, flat
+        self.pad = -block_len % size
+
+    def _chunks(self, value: ir.Value, rank: int) -> ir.Value:
+        body = self.body
+        tail = [body.dims(value, 2, rank)]
+        if self.flat:
+            if self.lead == 0:
+                return value
+            return body.reshape(value, -1, self.block_len, *tail)
+        if self.pad:
+            lead = (0, -1) if self.lead == 0 else (-1,)
+            value = body.reshape(value, *lead, self.block_len, *tail)
+            axes = len(lead) + rank - 1
+            after = [self.pad if axis == len(lead) else 0 for axis in range(axes)]
+            value = body.op("Pad", value, body.const([0] * axes + after))
+        if self.lead == 0:
+            return body.reshape(value, 0, -1, self.size, *tail)
+        return body.reshape(value, -1, -(-self.block_len // self.size), self.size, *tail)
+
+    def heads(self, value: ir.Value) -> ir.Value:
+        """[B, T, H, P] -> [B', K, H, c, P]."""
+        chunks = self._chunks(value, 4)
+        perm = (0, 2, 1, 3) if self.flat else (0, 1, 3, 2, 4)
+        return self.body.transpose(chunks, *perm)
+
+    def steps(self, value: ir.Value) -> ir.Value:
+        """[B, T, H] -> [B', K, H, c]."""
+        chunks = self._chunks(value, 3)
+        return self.body.transpose(chunks, *((0, 2, 1) if self.flat else (0, 1, 3, 2)))
+
+    def swap_last(self, value: ir.Value) -> ir.Value:
+        """The last two axes exchanged."""
+        return self.body.transpose(value, *((0, 1, 3, 2) if self.flat else (0, 1, 2, 4, 3)))
+
+    def by_group(self, value: ir.Value, grouped: ir.Value) -> ir.Value:
+        """[B', K, H, p, q] -> [B', K, G, H/G, p, q]; ``grouped`` is [B, T, G, N]."""
+        body = self.body
+        groups = body.dims(grouped, 2, 3)
+        lead = (0,) if self.flat else (0, 0)
+        last = body.dims(value, len(lead) + 1, len(lead) + 3)
+        return body.reshape(value, *lead, groups, -1, last)
+
+    def by_head(self, value: ir.Value, like: ir.Value) -> ir.Value:
+        """[B', K, G, H/G, p, q] -> [B', K, H, p, q]; ``like`` has the heads at its place."""
+        body = self.body
+        lead = (0,) if self.flat else (0, 0)
+        heads = body.dims(like, len(lead), len(lead) + 1)
+        return body.reshape(value, *lead, heads, body.dims(value, len(lead) + 2, len(lead) + 4))
+
+    def spread(self, value: ir.Value) -> ir.Value:
+        """[B', K, G, p, q] -> [B', K, G, 1, p, q]: one for all heads of a group."""
+        return self.body.unsqueeze(value, 2 if self.flat else 3)
+
+    def join(self, value: ir.Value, x: ir.Value) -> ir.Value:
+        """[B', K, H, c, P] -> [B, T, H, P], the shape of x."""
+        body = self.body
+        value = body.transpose(value, *((0, 2, 1, 3) if self.flat else (0, 1, 3, 2, 4)))
+        if self.flat and self.lead == 0:
+            return value
+        if self.pad:
+            tail = body.dims(x, 2, 4)
+            value = body.reshape(value, 0, -1, self.block_len + self.pad, tail)
+            value = body.slice(value, 2, 0, self.block_len)
+        return body.op("Reshape", value, body.op("Shape", x))
+
+
+def _segment_decay(
+    body: _Body, log_decay: ir.Value, size: int | ir.Value, reverse: bool = False
+) -> ir.Value:
+    """exp of segment sums [..., c, c] from log decays [..., c]; zero where nothing reaches.
+
+    One product with a triangular matrix; no exponent is ever positive. ``size`` is a 1-D value
+    where the number of columns is only known at run time.
+    """
+    if isinstance(size, int):
+        tri = np.tri(size, dtype=np.float32)
+        reach = tri.T if reverse else tri  # (t, r): r <= t
+        later = np.tri(size, k=-1, dtype=np.float32)  # (r, s): r > s
+        later = later.T if reverse else later
+        reached = body.const(reach, np.bool_)
+        weight, after = body.const(reach, np.float32), body.const(later, np.float32)
+    else:
+        assert not reverse
+        count = body.op("Squeeze", size)
+        steps = body.op("Range", body.const(0), count, body.const(1))
+        row, column = body.unsqueeze(steps, 1), body.unsqueeze(steps, 0)
+        reached = body.op("LessOrEqual", column, row)
+        weight = body.op("Cast", reached, to=int(ir.DataType.FLOAT))
+        after = body.op("Cast", body.op("Greater", row, column), to=int(ir.DataType.FLOAT))
+    spread = body.op("Mul", body.unsqueeze(log_decay, -2), weight)
+    sums = body.op("MatMul", spread, after)
+    return body.op("Where", reached, body.op("Exp", sums), body.const(0.0, np.float32))
+
+
+def _local(
+    body: _Body,
+    cut: _Cut,
+    weighted: ir.Value,
+    bk: ir.Value,
+    v: ir.Value,
+    b: ir.Value,
+    size: int,
+    reverse: bool,
+) -> ir.Value:
+    """What each chunk adds to the state at its far edge: [B', K, H, N, P]."""
+    edge = body.slice(weighted, 3, 0, 1) if reverse else body.slice(weighted, 3, size - 1, size)
+    decayed = body.op("Mul", v, body.transpose(edge, 0, 1, 2, 4, 3))
+    keys = cut.spread(cut.swap_last(bk))  # [B', K, G, 1, N, c]
+    return cut.by_head(body.op("MatMul", keys, cut.by_group(decayed, b)), v)
+
+
+def _carry(
+    body: _Body, local: ir.Value, total: ir.Value, state: ir.Value, count: int | None
+) -> tuple[ir.Value, ir.Value]:
+    """States entering every chunk [B, K, H, N, P], and the one after the last [B, H, N, P]."""
+    padded = body.op("Pad", total, body.const([0, 0, 1, 0, 0, 0]))
+    size = body.dims(padded, 2, 3) if count is None else count + 1
+    decay = _segment_decay(body, padded, size)  # [B, H, K+1, K+1]
+    stacked = body.op("Concat", body.unsqueeze(state, 1), local, axis=1)
+    stacked = body.transpose(stacked, 0, 2, 1, 3, 4)  # [B, H, K+1, N, P]
+    flat = body.reshape(stacked, 0, 0, 0, -1)
+    states = body.op("MatMul", decay, flat)
+    states = body.op("Reshape", states, body.op("Shape", stacked))
+    before = body.slice(states, 2, 0, -1)
+    entering = body.transpose(before, 0, 2, 1, 3, 4)
+    final = body.op("Gather", states, body.const(-1), axis=2)
+    return entering, final
+
+
+def _carry_reverse(body: _Body, local: ir.Value, total: ir.Value, per_block: int) -> ir.Value:
+    """States entering every chunk from the right, zero at the block's right edge."""
+    decay = _segment_decay(body, total, per_block, reverse=True)  # [B', H, k, k]
+    below = body.slice(decay, 2, 1, per_block)
+    shifted = body.op("Pad", below, body.const([0, 0, 0, 0, 0, 0, 1, 0]))
+    stacked = body.transpose(local, 0, 2, 1, 3, 4)
+    states = body.op("MatMul", shifted, body.reshape(stacked, 0, 0, 0, -1))
+    states = body.op("Reshape", states, body.op("Shape", stacked))
+    return body.transpose(states, 0, 2, 1, 3, 4)

@@ -1,0 +1,392 @@
+"""The only door to ONNX Runtime: opens graph files, picks the provider, binds memory."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+
+from fixedstate.bundle import WEIGHTS, Bundle, Graph
+from fixedstate.errors import BackendError, BundleError, UsageError
+from fixedstate.ports import Array, Port
+from fixedstate.runtime.session import check_binding, check_names
+
+PROVIDERS = {
+    "cpu": "CPUExecutionProvider",
+    "cuda": "CUDAExecutionProvider",
+    "tensorrt": "TensorrtExecutionProvider",
+    "tensorrt-rtx": "NvTensorRTRTXExecutionProvider",
+}
+"""ONNX Runtime's name of every provider that can be asked for."""
+
+OPTIMIZATIONS = {
+    "none": ort.GraphOptimizationLevel.ORT_DISABLE_ALL,
+    "basic": ort.GraphOptimizationLevel.ORT_ENABLE_BASIC,
+    "all": ort.GraphOptimizationLevel.ORT_ENABLE_ALL,
+}
+"""Levels of graph optimisation."""
+
+_DTYPES = {
+    "tensor(float)": "float32",
+    "tensor(float16)": "float16",
+    "tensor(bfloat16)": "bfloat16",
+    "tensor(int8)": "int8",
+    "tensor(uint8)": "uint8",
+    "tensor(int64)": "int64",
+    "tensor(bool)": "bool",
+}
+_TARGETS = {"cpu": "ort-cpu", "cuda": "ort-cuda"}
+_ERRORS_ONLY = 3  # severity: warnings about providers are made into errors here
+
+# The first session sets flush-to-zero for its thread, after which numpy finds no subnormals and
+# warns when it first describes a float type: describe them before.
+for _kind in (np.float16, np.float32, np.float64):
+    np.finfo(_kind)
+
+
+class OrtSession:
+    """One graph in ONNX Runtime; see :class:`fixedstate.runtime.session.Session`."""
+
+    def __init__(
+        self,
+        session: ort.InferenceSession,
+        inputs: tuple[Port, ...],
+        outputs: tuple[Port, ...],
+        provider: str,
+    ) -> None:
+        self._session = session
+        self.inputs = inputs
+        self.outputs = outputs
+        self.provider = provider
+
+    def bind(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> OrtBinding:
+        """Bind arrays to every port, once; they are kept alive and read and written in place.
+
+        Raises:
+            BackendError: for wrong names or dtypes, strided arrays, or shared memory.
+        """
+        check_names(self.inputs, inputs, "input")
+        check_names(self.outputs, outputs, "output")
+        check_binding(inputs, outputs)
+        if self.provider == "cpu":
+            return OrtBinding(self._session, inputs, outputs)
+        return OrtCopies(self._session, inputs, outputs)
+
+    def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        """Run once on any arrays; strided ones are copied.
+
+        Raises:
+            BackendError: for wrong names or dtypes, or where the run fails.
+        """
+        check_names(self.inputs, feeds, "input")
+        names = [port.name for port in self.outputs]
+        whole = {name: np.ascontiguousarray(array) for name, array in feeds.items()}
+        try:
+            return dict(zip(names, self._session.run(names, whole), strict=True))
+        except _failures() as err:
+            raise BackendError(f"ONNX Runtime failed in a run: {_first_line(err)}") from err
+
+
+class OrtBinding:
+    """Arrays bound to a session on the CPU: a run reads and writes them where they are."""
+
+    def __init__(
+        self,
+        session: ort.InferenceSession,
+        inputs: Mapping[str, Array],
+        outputs: Mapping[str, Array],
+    ) -> None:
+        self._session = session
+        self._arrays = (dict(inputs), dict(outputs))  # alive as long as they are bound
+        self._binding = session.io_binding()
+        for name, array in inputs.items():
+            self._binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array))
+        for name, array in outputs.items():
+            self._binding.bind_ortvalue_output(name, ort.OrtValue.ortvalue_from_numpy(array))
+
+    def run(self) -> None:
+        """Run the graph on the bound arrays."""
+        try:
+            self._session.run_with_iobinding(self._binding)
+        except _failures() as err:
+            raise BackendError(f"ONNX Runtime failed in a run: {_first_line(err)}") from err
+
+
+class OrtCopies(OrtBinding):
+    """The same for a device: inputs travel there and outputs back at every run."""
+
+    def __init__(
+        self,
+        session: ort.InferenceSession,
+        inputs: Mapping[str, Array],
+        outputs: Mapping[str, Array],
+    ) -> None:
+        self._session = session
+        self._arrays = (dict(inputs), dict(outputs))
+
+    def run(self) -> None:
+        """Run the graph and copy what comes out into the bound arrays."""
+        inputs, outputs = self._arrays
+        try:
+            values = self._session.run(list(outputs), inputs)
+        except _failures() as err:
+            raise BackendError(f"ONNX Runtime failed in a run: {_first_line(err)}") from err
+        for target, value in zip(outputs.values(), values, strict=True):
+            np.copyto(target, value)
+
+
+def open_sessions(
+    bundle: Bundle,
+    roles: tuple[str, ...],
+    *,
+    provider: str = "cpu",
+    allow_fallback: bool = False,
+    threads: int | None = None,
+    optimization: str = "all",
+) -> dict[str, OrtSession]:
+    """Open the graphs of a bundle on one provider.
+
+    Args:
+        bundle: The bundle.
+        roles: Roles to open; ``role@target`` copies are taken where the bundle has them.
+        provider: A key of :data:`PROVIDERS`.
+        allow_fallback: Take the CPU where the provider cannot be used.
+        threads: Of a single pass; None for ONNX Runtime's choice.
+        optimization: A key of :data:`OPTIMIZATIONS`.
+
+    Raises:
+        BackendError: where provider, version or dtype cannot be served.
+    """
+    used = choose_provider(provider, allow_fallback)
+    sessions: dict[str, OrtSession] = {}
+    for role in roles:
+        sessions[role] = _open_role(bundle, role, used, allow_fallback, threads, optimization)
+        used = sessions[role].provider  # all graphs run in one place
+    if len({session.provider for session in sessions.values()}) > 1:
+        return open_sessions(bundle, roles, threads=threads, optimization=optimization)
+    return sessions
+
+
+def choose_provider(name: str, allow_fallback: bool = False) -> str:
+    """The provider to use, never another one in silence.
+
+    Raises:
+        UsageError: for a name that is none.
+        BackendError: where this installation lacks it and no fallback is allowed.
+    """
+    if name not in PROVIDERS:
+        raise UsageError(f"provider {name!r} is unknown; use one of {', '.join(PROVIDERS)}")
+    available = ort.get_available_providers()
+    if PROVIDERS[name] in available:
+        return name
+    if allow_fallback:
+        return "cpu"
+    raise BackendError(
+        f"provider {name!r} ({PROVIDERS[name]}) is not in this ONNX Runtime {ort.__version__}, "
+        f"which has {', '.join(available)}: install a build that has it, or allow the fallback "
+        "to the CPU"
+    )
+
+
+def open_graph(
+    path: str | os.PathLike[str],
+    inputs: tuple[Port, ...],
+    outputs: tuple[Port, ...],
+    *,
+    provider: str = "cpu",
+    allow_fallback: bool = False,
+    threads: int | None = None,
+    optimization: str = "all",
+) -> OrtSession:
+    """Open one graph file, its weights beside it, and check its ports.
+
+    Args:
+        path: The ONNX file; `weights.safetensors` is looked for in its folder.
+        inputs: The ports it must have.
+        outputs: The ports it must have.
+        provider: A key of :data:`PROVIDERS`.
+        allow_fallback: Take the CPU where the provider cannot be used.
+        threads: Of a single pass; None for ONNX Runtime's choice.
+        optimization: A key of :data:`OPTIMIZATIONS`.
+
+    Raises:
+        BackendError: where the file cannot be loaded as asked.
+        BundleError: where its ports differ from those given.
+    """
+    used = choose_provider(provider, allow_fallback)
+    session = _create(Path(path), used, allow_fallback, _options(threads, optimization))
+    if PROVIDERS[used] != session.get_providers()[0]:
+        used = "cpu"
+    _check_ports(Path(path), session, inputs, outputs)
+    return OrtSession(session, inputs, outputs, used)
+
+
+def _open_role(
+    bundle: Bundle,
+    role: str,
+    provider: str,
+    allow_fallback: bool,
+    threads: int | None,
+    optimization: str,
+) -> OrtSession:
+    graph = bundle.graph(role, _TARGETS.get(provider, ""))
+    if provider == "cpu" and "bfloat16" in (bundle.precision.io, bundle.precision.kv):
+        raise BackendError(
+            f"{bundle.path} is bf16 and ONNX Runtime's CPU provider has no bf16 kernels: use an "
+            "fp32 bundle on the CPU, or a GPU provider"
+        )
+    check_version(graph, ort.__version__)
+    return open_graph(
+        bundle.path / graph.file,
+        graph.inputs,
+        graph.outputs,
+        provider=provider,
+        allow_fallback=allow_fallback,
+        threads=threads,
+        optimization=optimization,
+    )
+
+
+def check_version(graph: Graph, installed: str) -> None:
+    """Refuse a graph that needs a newer ONNX Runtime than the installed one.
+
+    Raises:
+        BackendError: naming both versions and what to change.
+    """
+    if _numbers(installed) < _numbers(graph.min_onnxruntime):
+        raise BackendError(
+            f"graph {graph.file} needs ONNX Runtime {graph.min_onnxruntime} or newer, installed is "
+            f"{installed}: install onnxruntime>={graph.min_onnxruntime}, or export the bundle "
+            "again for the older one"
+        )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    found = [re.match(r"\d*", part) for part in version.split(".")]
+    parts = [int(match[0] or 0) for match in found if match]
+    return tuple((parts + [0, 0, 0])[:3])
+
+
+def _options(threads: int | None, optimization: str) -> ort.SessionOptions:
+    if optimization not in OPTIMIZATIONS:
+        raise UsageError(
+            f"optimization {optimization!r} is unknown; use one of {', '.join(OPTIMIZATIONS)}"
+        )
+    if threads is not None and (isinstance(threads, bool) or threads < 1):
+        raise UsageError(f"threads must be 1 or more; got {threads}")
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads or 0
+    options.inter_op_num_threads = 1
+    options.graph_optimization_level = OPTIMIZATIONS[optimization]
+    options.log_severity_level = _ERRORS_ONLY
+    # Denormals make a mostly empty cache several times slower. Effective in the calling thread
+    # only if the first session of the process asks for it.
+    options.add_session_config_entry("session.set_denormal_as_zero", "1")
+    # Between passes the loop computes; spinning threads would take its cores.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    return options
+
+
+def _create(
+    path: Path, provider: str, allow_fallback: bool, options: ort.SessionOptions
+) -> ort.InferenceSession:
+    names = [PROVIDERS[provider]] + (["CPUExecutionProvider"] if provider != "cpu" else [])
+    try:
+        source, weights = _source(path, options)
+        session = ort.InferenceSession(source, options, providers=names)
+    except _failures() as err:
+        raise BackendError(_load_error(path, provider, err)) from err
+    del weights  # had to live until here
+    session.disable_fallback()
+    if session.get_providers()[0] != PROVIDERS[provider] and not allow_fallback:
+        raise BackendError(
+            f"provider {provider!r} ({PROVIDERS[provider]}) could not start and ONNX Runtime "
+            f"took {session.get_providers()[0]}: check its libraries, or allow the fallback to "
+            "the CPU"
+        )
+    return session
+
+
+def _source(path: Path, options: ort.SessionOptions) -> tuple[str | bytes, mmap.mmap | None]:
+    """The path of the graph, or its bytes and weights where those resolve to another place.
+
+    ONNX Runtime reads weights beside the resolved graph file only; links of hub caches and of
+    mounted maps lead elsewhere, so there the weights are handed over as memory.
+    """
+    graph = path.resolve()
+    if not graph.is_file():
+        raise BundleError(f"{path} is missing: the bundle is incomplete, copy it whole")
+    weights = (path.parent / WEIGHTS).resolve()
+    if not weights.is_file() or weights == graph.parent / WEIGHTS:
+        return str(graph), None
+    if not hasattr(options, "add_external_initializers_from_files_in_memory"):
+        return str(path), None  # older versions follow links
+    with weights.open("rb") as file:
+        view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    options.add_external_initializers_from_files_in_memory([WEIGHTS], [view], [len(view)])
+    return graph.read_bytes(), view
+
+
+def _failures() -> tuple[type[Exception], ...]:
+    """What ONNX Runtime raises."""
+    state = ort.capi.onnxruntime_pybind11_state
+    names = (
+        "EngineError EPFail Fail InvalidArgument InvalidGraph InvalidProtobuf ModelLoaded "
+        "NoModel NoSuchFile NotImplemented RuntimeException"
+    )
+    found = [getattr(state, name) for name in names.split() if hasattr(state, name)]
+    return (*found, RuntimeError, ValueError)
+
+
+def _first_line(err: Exception) -> str:
+    """What ONNX Runtime says, without its error code, its source file and the path."""
+    text = " ".join(str(err).split())
+    text = re.sub(r"^\[ONNXRuntimeError\] : \d+ : \w+ : ", "", text)
+    text = re.sub(r"^Load model from \S* ?failed: ?", "", text)
+    return re.sub(r"^\S*:\d+ .*?\) ", "", text)[:300]
+
+
+def _load_error(path: Path, provider: str, err: Exception) -> str:
+    text = _first_line(err)
+    lower = text.lower()
+    remedy = "export the bundle again"
+    if "ir version" in lower or "ir_version" in lower or "opset" in lower:
+        remedy = (
+            "the file is newer than this ONNX Runtime: install a newer onnxruntime, or export the "
+            "bundle again with this version of fixedstate (opset 21, IR 10)"
+        )
+    elif "not_implemented" in lower or "could not find an implementation" in lower:
+        remedy = f"provider {provider!r} has no kernel for it: use an fp32 bundle"
+    return f"ONNX Runtime {ort.__version__} cannot load {path}: {text}: {remedy}"
+
+
+def _check_ports(
+    path: Path,
+    session: ort.InferenceSession,
+    inputs: tuple[Port, ...],
+    outputs: tuple[Port, ...],
+) -> None:
+    """The manifest and the graph must never disagree about a port."""
+    for kind, found, wanted in (
+        ("inputs", session.get_inputs(), inputs),
+        ("outputs", session.get_outputs(), outputs),
+    ):
+        has = {item.name: _describe(item) for item in found}
+        needs = {port.name: (port.dtype, len(port.shape)) for port in wanted}
+        if has != needs:
+            wrong = sorted(
+                name for name in has.keys() | needs.keys() if has.get(name) != needs.get(name)
+            )
+            raise BundleError(
+                f"{path}: the graph's {kind} differ from bundle.json in {wrong}: export again"
+            )
+
+
+def _describe(item: Any) -> tuple[str, int]:
+    return _DTYPES.get(item.type, str(item.type)), len(item.shape)

@@ -38,7 +38,8 @@ def attention(
         info: What pass this is: positions, lengths and masks.
 
     Returns:
-        y [B, T, D] (None without a cache), and the new tokens' keys and values [B, kv_heads, T, head_dim].
+        y [B, T, D] (None without a cache), and the new tokens' keys and values
+        [B, kv_heads, T, head_dim].
     """
     sizes = layer.attention
     rows, tokens = x.shape[0], x.shape[1]

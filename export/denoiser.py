@@ -51,7 +51,9 @@ def check_supported(spec: ModelSpec) -> None:
                 "attention over the whole prefix"
             )
     if spec.logit_shift:
-        raise ExportError("logit_shift (logits that predict the next position) is not supported yet")
+        raise ExportError(
+            "logit_shift (logits that predict the next position) is not supported yet"
+        )
     if spec.objective == "full":
         raise ExportError(
             "objective 'full' (bidirectional over the whole sequence, no exact cache) is not "

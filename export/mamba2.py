@@ -141,8 +141,8 @@ def _forward(
     length = info.spec.block_len
     a, d = weights["A"], _skip(sizes, weights)
     if not info.commits:
-        mixed = _pointwise_conv(weights, raw) if conv is None else ops.conv_denoise(
-            raw, *taps, conv
+        mixed = (
+            _pointwise_conv(weights, raw) if conv is None else ops.conv_denoise(raw, *taps, conv)
         )
         x, b, c = _columns(sizes, mixed)
         y = ops.ssd_denoise(x, step, a, b, c, d, ssm, length)

@@ -40,7 +40,11 @@ SAMPLE = (
 
 
 def compare_graphs(
-    bundle: Bundle, denoiser: Denoiser, *, seed: int = 0, progress: Callable[[str], None] | None = None
+    bundle: Bundle,
+    denoiser: Denoiser,
+    *,
+    seed: int = 0,
+    progress: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
     """Compare every graph of a bundle with the PyTorch denoiser.
 
@@ -203,9 +207,7 @@ def run_torch(graph: RoleGraph, feeds: Mapping[str, Array]) -> dict[str, Array]:
         tensors.append(torch.from_numpy(np.ascontiguousarray(wide)))
     with torch.inference_mode():
         results = graph(*tensors)
-    return {
-        port.name: result.numpy() for port, result in zip(graph.outputs, results, strict=True)
-    }
+    return {port.name: result.numpy() for port, result in zip(graph.outputs, results, strict=True)}
 
 
 def _trajectory(

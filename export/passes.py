@@ -16,7 +16,7 @@ from onnx_ir.passes import common
 from fixedstate.errors import ExportError
 from fixedstate.plugins.bodies import function_body
 from fixedstate.plugins.schema import DOMAIN, OPS, VERSION
-from fixedstate.ports import Port
+from fixedstate.ports import Array, Port
 from fixedstate.spec import ModelSpec
 from fixedstate.state import Precision, StateSpec, graph_ports
 
@@ -128,13 +128,14 @@ def split_projections(model: ir.Model) -> None:
     Column j of a product depends on column j of W alone, so nothing else changes.
     """
     for node in list(model.graph):
-        if node.op_type != "Split" or node.inputs[1] is None:
+        if node.op_type != "Split" or node.inputs[0] is None or node.inputs[1] is None:
             continue
-        product, sizes = node.inputs[0].producer(), node.inputs[1].const_value
+        whole, sizes = node.inputs[0], node.inputs[1].const_value
+        product = whole.producer()
         if product is None or product.op_type != "MatMul" or sizes is None:
             continue
         weight = product.inputs[1]
-        if weight is None or weight.const_value is None or len(node.inputs[0].uses()) != 1:
+        if weight is None or weight.const_value is None or len(whole.uses()) != 1:
             continue
         start = 0
         for place, size in enumerate(int(v) for v in sizes.numpy()):
@@ -144,7 +145,9 @@ def split_projections(model: ir.Model) -> None:
             if name not in model.graph.initializers:
                 data = ir.tensor(np.ascontiguousarray(columns), name=name)
                 model.graph.register_initializer(
-                    ir.Value(name=name, const_value=data, type=weight.type, shape=data.shape)
+                    ir.Value(
+                        name=name, const_value=data, type=weight.type, shape=ir.Shape(columns.shape)
+                    )
                 )
             part = ir.node("MatMul", [product.inputs[0], model.graph.initializers[name]])
             model.graph.insert_before(node, part)
@@ -197,11 +200,7 @@ def name_values(model: ir.Model) -> None:
         for place, value in enumerate(node.outputs):
             if id(value) not in fixed:
                 value.name = f"v{index}_{place}" if place else f"v{index}"
-    constants = [
-        value
-        for name, value in model.graph.initializers.items()
-        if not is_weight(name)
-    ]
+    constants = [value for name, value in model.graph.initializers.items() if not is_weight(name)]
     for index, value in enumerate(constants):
         assert value.name is not None
         del model.graph.initializers[value.name]
@@ -273,7 +272,7 @@ def _lint_constant(name: str, value: ir.Value) -> None:
     _lint_array(f"constant {name!r}", value.const_value.numpy())
 
 
-def _lint_array(what: str, data: np.ndarray) -> None:  # type: ignore[type-arg]
+def _lint_array(what: str, data: Array) -> None:
     if data.dtype.kind == "f" and not np.isfinite(data).all():
         raise ExportError(f"{what} is not finite in {data.dtype}: use a constant that fits")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -33,12 +35,13 @@ class PassInfo:
         self.tokens = tokens
         self.past_length = past_length
         self.commit_length = commit_length
-        self._shared: dict[object, Tensor | tuple[Tensor, Tensor]] = {}
+        self._tensors: dict[object, Tensor] = {}
+        self._angles: dict[tuple[int, float], tuple[Tensor, Tensor]] = {}
 
-    def _once(self, key: object, make: object) -> Tensor:
-        if key not in self._shared:
-            self._shared[key] = make()  # type: ignore[operator]
-        return self._shared[key]  # type: ignore[return-value]
+    def _once(self, key: object, make: Callable[[], Tensor]) -> Tensor:
+        if key not in self._tensors:
+            self._tensors[key] = make()
+        return self._tensors[key]
 
     @property
     def commits(self) -> bool:
@@ -66,10 +69,12 @@ class PassInfo:
     def rotary(self, rotary_dim: int, theta: float) -> tuple[Tensor, Tensor]:
         """Cosine and sine at the positions of the new tokens."""
         assert self.past_length is not None
-        positions = self._once("positions", lambda: self.past_length[:, None] + self.steps)  # type: ignore[index]
-        key = ("rotary", rotary_dim, theta)
-        make = lambda: rotary_angles(positions, rotary_dim, theta)  # noqa: E731
-        return self._once(key, make)  # type: ignore[return-value]
+        past = self.past_length
+        positions = self._once("positions", lambda: past[:, None] + self.steps)
+        key = (rotary_dim, theta)
+        if key not in self._angles:
+            self._angles[key] = rotary_angles(positions, rotary_dim, theta)
+        return self._angles[key]
 
     def cache_mask(self, capacity: int) -> Tensor:
         """[B, 1, 1, C] bool: the cached columns that hold committed tokens."""

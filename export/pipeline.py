@@ -127,9 +127,7 @@ def write_bundle(
         file = f"{role}.onnx"
         write_atomic(folder / file, _serialised(role, model))
         inputs, outputs = graph_ports(spec, state, role)
-        graphs[role] = Graph(
-            role, file, sha256_of(folder / file), MIN_ONNXRUNTIME, inputs, outputs
-        )
+        graphs[role] = Graph(role, file, sha256_of(folder / file), MIN_ONNXRUNTIME, inputs, outputs)
     files = _copy_files({**checkpoint.tokenizer_files, **checkpoint.licence_files}, folder)
     bundle = Bundle(
         path=folder,

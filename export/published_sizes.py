@@ -163,7 +163,7 @@ class _Reader(PublishedConfig):
         stated = self.get("d_intermediate") if self.style == MAMBA_SSM else 0
         if not stated:
             return 0
-        stated = self.count("d_intermediate")
+        stated = self.count("d_intermediate") or 0
         tensor = "layers.0.mlp.fc1.weight"
         rows, _ = self.shape(tensor, 2)
         if rows != 2 * math.ceil(stated / _MLP_MULTIPLE) * _MLP_MULTIPLE:

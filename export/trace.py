@@ -30,9 +30,7 @@ OPSET = 21
 _EXAMPLE = {"B": 3, "n": 5, "m": 2, "C": 37, "T": 24}
 """Sizes used while tracing: no two alike, none of them 1, so that nothing is specialised."""
 
-_ANY = [
-    f"tensor({name})" for name in ("float", "float16", "bfloat16", "double", "int64", "bool")
-]
+_ANY = [f"tensor({name})" for name in ("float", "float16", "bfloat16", "double", "int64", "bool")]
 
 
 def _register_schemas() -> None:
@@ -82,26 +80,20 @@ def _translations(block_len: int) -> dict[Callable[..., Any], Callable[..., Any]
     return table
 
 
-def _translation(
-    opset: values.Opset, name: str, count: int, block_len: int
-) -> Callable[..., Any]:
+def _translation(opset: values.Opset, name: str, count: int, block_len: int) -> Callable[..., Any]:
     record = getattr(opset, name)
     if count == 3:
         if name == "CausalConvReverse":
             return lambda x, weight, bias, length: record(x, weight, bias, block_len=block_len)
         raise AssertionError(name)
     if count == 4:
-        return lambda x, weight, bias, state: record(
-            x, weight, bias, state, block_len=block_len
-        )
+        return lambda x, weight, bias, state: record(x, weight, bias, state, block_len=block_len)
     if count == 5:
         return lambda x, weight, bias, state, length: record(
             x, weight, bias, state, length, block_len=block_len
         )
     if count == 6:
-        return lambda x, dt, a, b, c, d, length: record(
-            x, dt, a, b, c, d, block_len=block_len
-        )
+        return lambda x, dt, a, b, c, d, length: record(x, dt, a, b, c, d, block_len=block_len)
     return lambda x, dt, a, b, c, d, state, length: record(
         x, dt, a, b, c, d, state, block_len=block_len
     )
@@ -188,11 +180,10 @@ def _quiet() -> Iterator[io.StringIO]:
     said = io.StringIO()
     handler = logging.StreamHandler(said)
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "torch.export")]
-    kept = [(x, x.propagate, x.level) for x in loggers]
+    kept = [(logger, logger.handlers, logger.propagate) for logger in loggers]
     try:
         for logger in loggers:
-            logger.addHandler(handler)
-            logger.propagate = False
+            logger.handlers, logger.propagate = [handler], False
         with (
             warnings.catch_warnings(),
             contextlib.redirect_stdout(said),
@@ -201,7 +192,5 @@ def _quiet() -> Iterator[io.StringIO]:
             warnings.simplefilter("ignore")
             yield said
     finally:
-        for logger, propagate, level in kept:
-            logger.removeHandler(handler)
-            logger.propagate = propagate
-            logger.setLevel(level)
+        for logger, handlers, propagate in kept:
+            logger.handlers, logger.propagate = handlers, propagate

@@ -15,8 +15,10 @@ import numpy as np
 import onnx_ir as ir
 from safetensors.numpy import save_file
 
+from fixedstate.bundle import WEIGHTS, umask
 from fixedstate.errors import ExportError
 from fixedstate.export.passes import is_weight
+from fixedstate.ports import Array
 
 Place = tuple[int, int]
 """Offset and length in bytes."""
@@ -29,7 +31,7 @@ def write_weights(models: Iterable[ir.Model], file: Path) -> dict[str, Place]:
         ExportError: where two graphs have different weights of one name.
         OSError: where the file cannot be written.
     """
-    arrays: dict[str, np.ndarray] = {}  # type: ignore[type-arg]
+    arrays: dict[str, Array] = {}
     for model in models:
         for name, value in model.graph.initializers.items():
             if not is_weight(name):
@@ -47,6 +49,7 @@ def write_weights(models: Iterable[ir.Model], file: Path) -> dict[str, Place]:
         save_file(arrays, file)
     except Exception as err:  # safetensors raises its own type for a full disk
         raise OSError(None, f"{file.name}: {err}") from err
+    file.chmod(0o666 & ~umask())
     return _places(file)
 
 
@@ -73,11 +76,11 @@ def point_at_weights(model: ir.Model, places: dict[str, Place], folder: Path) ->
         assert held is not None
         offset, length = places[name]
         value.const_value = ir.ExternalTensor(
-            "weights.safetensors",
+            WEIGHTS,
             offset,
             length,
             ir.DataType(held.dtype),
-            shape=ir.Shape(held.shape),
+            shape=ir.Shape(held.numpy().shape),
             name=name,
             base_dir=folder,
         )

@@ -79,7 +79,9 @@ class _Body:
         """New axes of size 1."""
         return self.op("Unsqueeze", value, self.const(list(axes)))
 
-    def slice(self, value: ir.Value, axis: int, start: int | ir.Value, end: int | ir.Value) -> ir.Value:
+    def slice(
+        self, value: ir.Value, axis: int, start: int | ir.Value, end: int | ir.Value
+    ) -> ir.Value:
         """One axis cut; bounds are ints or 1-D values."""
         first, last = (v if isinstance(v, ir.Value) else self.const([v]) for v in (start, end))
         return self.op("Slice", value, first, last, self.const([axis]))
@@ -106,9 +108,7 @@ class _Body:
             opset_imports={"": OPSET},
             name=self.schema.name,
         )
-        attributes = [
-            ir.Attr(name, ir.AttributeType.UNDEFINED, None) for name in ATTRIBUTES
-        ]
+        attributes = [ir.Attr(name, ir.AttributeType.UNDEFINED, None) for name in ATTRIBUTES]
         return ir.Function(DOMAIN, self.schema.name, "", graph=graph, attributes=attributes)
 
 
@@ -188,11 +188,7 @@ def _taps(
         if k == len(tap) - 1 and last is not None:
             part = last
         else:
-            end = (
-                k + tokens
-                if isinstance(tokens, int)
-                else body.op("Add", tokens, body.const([k]))
-            )
+            end = k + tokens if isinstance(tokens, int) else body.op("Add", tokens, body.const([k]))
             part = body.slice(full, 1, k, end)
         product = body.op("Mul", part, one)
         total = body.op("Add", product, bias if total is None else total)
@@ -281,7 +277,13 @@ class _Cut:
     """
 
     def __init__(self, body: _Body, block_len: int, size: int, lead: int, flat: bool) -> None:
-        self.body, self.block_len, self.size, self.lead, self.flat = body, block_len, size, lead, flat
+        self.body, self.block_len, self.size, self.lead, self.flat = (
+            body,
+            block_len,
+            size,
+            lead,
+            flat,
+        )
         self.pad = -block_len % size
 
     def _chunks(self, value: ir.Value, rank: int) -> ir.Value:

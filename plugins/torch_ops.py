@@ -387,9 +387,7 @@ def _ssd_reverse(
 
 
 @_ssd_reverse.register_fake
-def _(
-    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, block_len: int
-) -> Tensor:
+def _(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, block_len: int) -> Tensor:
     return torch.empty_like(x)
 
 
@@ -404,4 +402,4 @@ class TracedOps:
     ssd_reverse = staticmethod(_ssd_reverse)
 
 
-TRACED: BlockOps = TracedOps()  # type: ignore[assignment]
+TRACED: BlockOps = TracedOps()

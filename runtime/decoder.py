@@ -119,6 +119,7 @@ def load(
     verify_weights: bool = True,
     limit: int | None = None,
     optimization: str = "all",
+    single_graph: bool = False,
 ) -> Decoder:
     """Open a bundle on ONNX Runtime.
 
@@ -133,6 +134,8 @@ def load(
         limit: Tokens per request at most, prompt included and rounded up to whole blocks; None
             for no limit.
         optimization: ``none``, ``basic`` or ``all``.
+        single_graph: Run both passes on the graph ``commit_denoise`` where the bundle has it:
+            one copy of the weights in memory instead of two, slower passes.
 
     Raises:
         BundleError: for a missing, damaged or newer bundle.
@@ -153,6 +156,7 @@ def load(
             slots=slots,
             limit=limit,
             optimization=optimization,
+            single_graph=single_graph,
         )
     return Decoder(bundle, engine, time.perf_counter() - start)
 
@@ -167,12 +171,15 @@ def open_engine(
     limit: int | None = None,
     capacity: int = 0,
     optimization: str = "all",
+    single_graph: bool = False,
 ) -> SessionEngine:
     """The passes of an opened bundle on ONNX Runtime; arguments as in :func:`load`."""
     from fixedstate.runtime import ort
 
     roles: list[str] = [role for role in ("denoise", "commit") if role in bundle.graphs]
-    if len(roles) < 2:
+    if single_graph:
+        roles = ["commit_denoise"]
+    elif len(roles) < 2:
         roles.append("commit_denoise")  # one graph for what has none of its own
     sessions = ort.open_sessions(
         bundle,

@@ -12,7 +12,6 @@ import struct
 from pathlib import Path
 
 import numpy as np
-import onnx.parser
 
 from fixedstate.bundle import MANIFEST, WEIGHTS, Bundle, DecodeDefaults, Graph, Source
 from fixedstate.spec import AttentionSizes, LayerSpec, Mamba2Sizes, ModelSpec
@@ -149,6 +148,8 @@ def _graph_bytes(spec: ModelSpec, state: StateSpec, role: str, ir_version: int) 
         f'<ir_version: 10, opset_import: ["": 21]>\n'
         f"toy ({ports(inputs)}) => ({ports(outputs)}) {{{_body(spec, role)}}}"
     )
+    import onnx.parser  # here: the values above serve environments without onnx
+
     model = onnx.parser.parse_model(text)
     model.ir_version = ir_version
     if role != "commit":

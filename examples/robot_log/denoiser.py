@@ -173,6 +173,21 @@ class Attention(nn.Module):
         powers = torch.arange(half, dtype=torch.float64) / half
         self.register_buffer("rates", (sizes.rope_theta**-powers).float(), persistent=False)
 
+    @torch.no_grad()
+    def look_back(self, offsets: tuple[int, ...], gain: float = 6.0) -> None:
+        """Start one head per offset as a look at the token that far back.
+
+        Mamba-2 has a convolution for its neighbours; a first attention layer would spend most of a
+        short training on finding them.
+        """
+        sizes = self.sizes
+        size = (gain * sizes.head_dim**0.5) ** 0.5 * 2**0.5 / sizes.width
+        for head, offset in enumerate(offsets):
+            rows = slice(head * sizes.head_dim, (head + 1) * sizes.head_dim)
+            ones, turn = torch.ones_like(self.rates), offset * self.rates
+            self.q_proj.weight[rows] += size * torch.cat([ones, 0 * ones])[:, None]
+            self.k_proj.weight[rows] += size * torch.cat([turn.cos(), turn.sin()])[:, None]
+
     def empty(self, rows: int) -> tuple[Tensor, Tensor]:
         """Return the cache of an empty prefix: keys and values [B, kv_heads, 0, head_dim]."""
         nothing = self.q_proj.weight.new_zeros(rows, self.sizes.kv_heads, 0, self.sizes.head_dim)
@@ -263,6 +278,12 @@ class Denoiser(nn.Module):
                 last = name.endswith(("out_proj", "o_proj", "down_proj"))
                 scale = math.sqrt(2 * len(sizes.layers)) if last else 1.0
                 nn.init.normal_(module.weight, std=module.in_features**-0.5 / scale)
+        if sizes.layers.startswith("a"):
+            # One direction that all tokens share: it cancels in the logits, and attention can read
+            # position from it alone.
+            with torch.no_grad():
+                self.embedding.weight += 0.06
+            self.layers[0].mixer.look_back((1, 2, 5))
 
     def empty(self, rows: int) -> State:
         """Return the state of an empty prefix for `rows` rows."""

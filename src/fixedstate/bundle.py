@@ -320,7 +320,7 @@ def staged_folder(target: Path, *, force: bool = False) -> Iterator[Path]:
         raise BundleError(f"cannot write beside {target}: {err.strerror}") from err
     try:
         yield staging
-        staging.chmod(0o777 & ~_umask())
+        staging.chmod(0o777 & ~umask())
         _sync(staging)
         if target.exists() or target.is_symlink():
             retired = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".old", dir=parent))
@@ -342,7 +342,8 @@ def staged_folder(target: Path, *, force: bool = False) -> Iterator[Path]:
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def _umask() -> int:
+def umask() -> int:
+    """The process's file mode mask: files appear with the modes a user expects."""
     mask = os.umask(0o022)
     os.umask(mask)
     return mask
@@ -368,7 +369,7 @@ def write_atomic(file: Path, content: bytes) -> None:
             stream.write(content)
             stream.flush()
             os.fsync(stream.fileno())
-        Path(temporary).chmod(0o666 & ~_umask())
+        Path(temporary).chmod(0o666 & ~umask())
         Path(temporary).replace(file)
     except OSError as err:
         raise BundleError(f"writing {file} failed: {err.strerror or err}") from err

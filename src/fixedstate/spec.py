@@ -72,9 +72,7 @@ class AttentionSizes:
     def __post_init__(self) -> None:
         _positive(self, "heads", "kv_heads", "head_dim")
         if self.heads % self.kv_heads:
-            raise SpecError(
-                f"heads {self.heads} must be a multiple of kv_heads {self.kv_heads}"
-            )
+            raise SpecError(f"heads {self.heads} must be a multiple of kv_heads {self.kv_heads}")
         if not 0 <= self.rotary_dim <= self.head_dim or self.rotary_dim % 2:
             raise SpecError(
                 f"rotary_dim {self.rotary_dim} must be even and between 0 and "
@@ -206,9 +204,7 @@ class LayerSpec:
             if self.sizes is not None:
                 raise SpecError(f"a layer without a mixer has no sizes; got {self.sizes!r}")
         elif not isinstance(self.sizes, expected):
-            raise SpecError(
-                f"mixer {self.mixer!r} needs {expected.__name__}; got {self.sizes!r}"
-            )
+            raise SpecError(f"mixer {self.mixer!r} needs {expected.__name__}; got {self.sizes!r}")
         if (self.mlp == "none") != (self.mlp_width == 0):
             raise SpecError(f"mlp {self.mlp!r} does not go with mlp_width {self.mlp_width}")
         if self.mlp != "none":

@@ -269,7 +269,9 @@ def graph_ports(
             inputs.append(Port("commit_length", "int64", ("B",)))
         symbol = "n" if role == "commit" else "m"
         for port in state.ports:
-            shape = tuple(f"{length}{symbol}" if d == f"{length}n" else d for d in port.present.shape)
+            shape: tuple[Dim, ...] = tuple(
+                f"{length}{symbol}" if d == f"{length}n" else d for d in port.present.shape
+            )
             outputs.append(Port(port.present.name, port.present.dtype, shape))
     if role != "commit":
         logit_tokens: Dim = "T" if role == "full" else length

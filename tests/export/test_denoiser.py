@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from reference_model import ReferenceModel
+from sample_models import MAMBA, MODELS, attention_layer, mamba_layer, model
 
 from fixedstate.export.denoiser import Denoiser
 from fixedstate.export.weights import random_tensors
 from fixedstate.spec import LayerSpec, Mamba2Sizes, ModelSpec
-from tests.models import MAMBA, MODELS, attention_layer, mamba_layer, model
-from tests.reference_model import ReferenceModel
 
 TOLERANCE = 1e-4
 

@@ -9,7 +9,9 @@ ATTENTION = AttentionSizes(heads=4, kv_heads=2, head_dim=8, rotary_dim=8)
 FULL_HEADS = AttentionSizes(heads=2, kv_heads=2, head_dim=16, rotary_dim=16)
 
 
-def mamba_layer(direction: str = "block", sizes: Mamba2Sizes = MAMBA, tied: str = "none") -> LayerSpec:
+def mamba_layer(
+    direction: str = "block", sizes: Mamba2Sizes = MAMBA, tied: str = "none"
+) -> LayerSpec:
     """A Mamba-2 layer without MLP."""
     return LayerSpec("mamba2", sizes, direction, tied)
 

@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -183,3 +184,47 @@ def runtime310() -> OldRuntime:
                 pytest.skip(f"the Python 3.10 environment cannot be made: {last}")
         stamp.write_text(key)
     return OldRuntime(python)
+
+
+# --- exported bundles ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def checkpoint_path(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Folder of a random checkpoint of one of the models in sample_models, by name."""
+    from sample_models import MODELS
+
+    from fixedstate.export.checkpoint import random_tensors, save_checkpoint
+
+    root = tmp_path_factory.mktemp("checkpoints")
+
+    @functools.cache
+    def folder(name: str) -> Path:
+        target = root / name
+        save_checkpoint(target, MODELS[name], random_tensors(MODELS[name], seed=7))
+        return target
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def bundle_path(
+    tmp_path_factory: pytest.TempPathFactory, checkpoint_path: Callable[[str], Path]
+) -> Callable[..., Path]:
+    """Folder of an exported bundle, made once: ``bundle_path("F3")``.
+
+    Names are those of sample_models or of shipped models; ``precision`` and ``single_graph`` go
+    to the exporter.
+    """
+    from fixedstate.export.pipeline import export_bundle
+
+    root = tmp_path_factory.mktemp("bundles")
+
+    @functools.cache
+    def folder(name: str, precision: str = "fp32", single_graph: bool = False) -> Path:
+        source = name if name.startswith("tiny-") else checkpoint_path(name)
+        target = root / f"{name}-{precision}{'-single' if single_graph else ''}"
+        export_bundle(source, target, precision=precision, single_graph=single_graph)
+        return target
+
+    return folder

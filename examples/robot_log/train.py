@@ -234,7 +234,8 @@ def train(args: argparse.Namespace) -> None:
     model = Denoiser(sizes)
     sampler = Sampler(args.seed, args.rows, sizes.block_len, stretch="a" in sizes.layers)
     opts = optimizers(model, args.lr)
-    step, spent = 0, 0.0
+    base = [group["lr"] for opt in opts for group in opt.param_groups]
+    step, spent, running = 0, 0.0, 0.0
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / "checkpoint.pt"
     if args.resume and path.exists():
@@ -245,7 +246,8 @@ def train(args: argparse.Namespace) -> None:
         sampler.torch_rng.set_state(saved["torch_rng"])
         version, words, gauss = saved["rng"]
         sampler.rng.setstate((version, tuple(words), gauss))
-        step, spent, sampler.level = saved["step"], saved["spent"], saved["level"]
+        step, spent, running = saved["step"], saved["spent"], saved["running"]
+        sampler.level = saved["level"]
 
     def save() -> None:
         version, words, gauss = sampler.rng.getstate()
@@ -253,15 +255,15 @@ def train(args: argparse.Namespace) -> None:
             "model": model.state_dict(), "optimizers": [opt.state_dict() for opt in opts],
             "torch_rng": sampler.torch_rng.get_state(), "rng": (version, list(words), gauss),
             "step": step, "spent": spent, "level": sampler.level,
+            "running": running,
         }  # fmt: skip
         partial = path.with_suffix(".partial")
         torch.save(state, partial)
         partial.replace(path)
 
-    base = [group["lr"] for opt in opts for group in opt.param_groups]
     forward = torch.compile(model) if args.compile else model
     mark, saved_at, budget = time.monotonic(), spent, args.minutes * 60
-    seen, running = torch.zeros(4), 0.0
+    seen = torch.zeros(5)
     while step < args.steps and spent < budget:
         done = max(step / args.steps, spent / budget)
         scale = min(1.0, (step + 1) / 50) * (0.02 + 0.98 * min(1.0, (1 - done) / 0.6))
@@ -282,7 +284,9 @@ def train(args: argparse.Namespace) -> None:
         with torch.no_grad():
             recalled = batch.recalled[chosen]
             right = (logits.argmax(-1) == target) & recalled
-            seen += torch.tensor([loss.item(), each.mean().item(), right.sum(), recalled.sum()])
+            seen += torch.tensor(
+                [loss.item(), each.mean().item(), 1.0, right.sum(), recalled.sum()]
+            )
             running += 0.05 * ((right.sum() / recalled.sum().clamp(min=1)).item() - running)
         if running > LEVELS[sampler.level][2]:
             sampler.level, running = sampler.level + 1, 0.0
@@ -290,8 +294,8 @@ def train(args: argparse.Namespace) -> None:
         spent, mark = spent + now - mark, now
         if step % args.report == 0:
             print(
-                f"{args.kind} step {step} {spent:.0f}s loss {seen[0] / args.report:.3f} "
-                f"nats/token {seen[1] / args.report:.3f} recall {seen[2] / seen[3]:.3f} "
+                f"{args.kind} step {step} {spent:.0f}s loss {seen[0] / seen[2]:.3f} "
+                f"nats/token {seen[1] / seen[2]:.3f} recall {seen[3] / seen[4]:.3f} "
                 f"level {sampler.level}",
                 file=sys.stderr,
                 flush=True,
@@ -310,8 +314,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("kind", choices=PRESETS)
     parser.add_argument("--out", type=Path, help="folder of the checkpoint")
     parser.add_argument("--minutes", type=float, default=19.0, help="wall-clock limit")
-    parser.add_argument("--steps", type=int, default=4000, help="step limit")
-    parser.add_argument("--rows", type=int, default=8, help="sequences per step")
+    parser.add_argument("--steps", type=int, default=6000, help="step limit")
+    parser.add_argument("--rows", type=int, default=4, help="sequences per step")
     parser.add_argument("--lr", type=float, default=4e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--report", type=int, default=50, help="steps between progress lines")

@@ -254,7 +254,8 @@ def graph_ports(
     if (role == "full") != (spec.objective == "full"):
         raise SpecError(f"a model of objective {spec.objective!r} has no graph {role!r}")
     length = spec.block_len
-    tokens: Dim = {"denoise": length, "commit": f"{length}n", "full": "T"}.get(role, f"{length}m")
+    widths: dict[str, Dim] = {"denoise": length, "commit": f"{length}n", "full": "T"}
+    tokens = widths.get(role, f"{length}m")
     inputs = [Port("input_ids", "int64", ("B", tokens))]
     outputs: list[Port] = []
     last = max((port.layer for port in state.ports), default=-1)

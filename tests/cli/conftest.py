@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from models import MODELS
+from sample_models import MODELS
 
 import fixedstate.runtime
 from fixedstate.bundle import (

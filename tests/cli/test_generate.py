@@ -196,7 +196,7 @@ class Terminal(io.StringIO):
 
 def test_watch_shows_open_and_filled_slots(monkeypatch):
     """Open slots are drawn as such, and a control character of a token never moves the cursor."""
-    from models import MODELS
+    from sample_models import MODELS
 
     monkeypatch.setattr("sys.stderr", Terminal())
     spec = MODELS["F3"]

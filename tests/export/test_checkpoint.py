@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import ATTENTION, MODELS, attention_layer, mamba_layer, model
 from safetensors.torch import load_file, save_file
+from sample_models import ATTENTION, MODELS, attention_layer, mamba_layer, model
 
 from fixedstate.bundle import DecodeDefaults
 from fixedstate.errors import CheckpointError, UsageError

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import MAMBA, mamba_layer, model
 from safetensors.torch import load_file, save_file
+from sample_models import MAMBA, mamba_layer, model
 
 from fixedstate.errors import CheckpointError
 from fixedstate.export.checkpoint import Checkpoint, load_checkpoint, random_tensors

@@ -57,6 +57,8 @@ def mamba2(
         if projected is None or "in_proj.weight" in own_reverse:
             projected = _project(sizes, reverse_weights, x)
         parts.append((_reverse(sizes, reverse_weights, projected, info, ops), reverse_weights))
+    if not parts:  # a reverse layer in a commit pass that leaves reverse passes out
+        return torch.zeros_like(x), None, None
     return _join(parts), new_conv, new_ssm
 
 

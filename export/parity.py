@@ -81,11 +81,13 @@ def _report(
         key=lambda trial: (not trial[1].passed, trial[1].worst.max_abs if trial[1].worst else 0.0),
     )
     port = worst.worst
-    by_role: dict[str, float] = {}
+    by_role: dict[str, float | None] = {}  # None where a number has no meaning: NaN, a shape
     for name, result in trials:
         role = name.partition(" ")[0]
         found = result.worst.max_abs if result.worst else float("nan")
-        by_role[role] = max(by_role.get(role, 0.0), found)
+        so_far = by_role.get(role, 0.0)
+        meaningless = so_far is None or not np.isfinite(found)
+        by_role[role] = None if meaningless else max(so_far or 0.0, found)
     return {
         "passed": all(result.passed for _, result in trials),
         "precision": bundle.precision.name,
@@ -398,13 +400,18 @@ class TorchEngine:
 
 
 def check_against_checkpoint(
-    bundle: Bundle, checkpoint: str | Path, *, progress: Callable[[str], None] | None = None
+    bundle: Bundle,
+    checkpoint: str | Path,
+    *,
+    block_counts: tuple[int, ...] = laws.BLOCK_COUNTS,
+    progress: Callable[[str], None] | None = None,
 ) -> list[laws.LawResult]:
     """Laws 1 and 5 of a bundle against the PyTorch denoiser of its checkpoint.
 
     Args:
         bundle: The opened bundle.
         checkpoint: Name of a shipped model or a folder.
+        block_counts: Committed blocks at which law 1 compares; law 5 goes to the last.
         progress: Told the title of each law.
 
     Raises:
@@ -428,6 +435,7 @@ def check_against_checkpoint(
         bundle,
         recompute=lambda slots: TorchEngine(denoiser, slots, stateless=True),
         reference=lambda slots: TorchEngine(denoiser, slots),
+        block_counts=block_counts,
         progress=progress,
         only=(1, 5),
     )

@@ -7,10 +7,11 @@ domain ``fixedstate`` whose model-local body holds only such operators; :func:`l
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import onnx_ir as ir
+from onnx import defs
 from onnx_ir.passes import common
 
 from fixedstate.errors import ExportError
@@ -36,8 +37,14 @@ FORBIDDEN = {
     "Loop": "carried values change type or run once too often in TensorRT",
     "If": "no data-dependent control flow",
     "NonZero": "its output size depends on data",
+    "Unique": "its output size depends on data",
+    "Compress": "its output size depends on data",
     "RandomNormal": "the graph must be a function of its inputs",
     "RandomUniform": "the graph must be a function of its inputs",
+    "RandomNormalLike": "the graph must be a function of its inputs",
+    "RandomUniformLike": "the graph must be a function of its inputs",
+    "Multinomial": "the graph must be a function of its inputs",
+    "Bernoulli": "the graph must be a function of its inputs",
 }
 """Operators of the standard domain that the portable file must not hold, and why."""
 
@@ -232,15 +239,14 @@ def lint(model: ir.Model, inputs: tuple[Port, ...], outputs: tuple[Port, ...]) -
     if taken & {value.name for value in model.graph.outputs}:
         raise ExportError("a graph input and a graph output share a name")
     bodies = {identifier[:2] for identifier in model.functions}
-    for node in model.graph.all_nodes():
-        _lint_node(node, bodies, "graph")
+    wrong = [problem for node in model.graph.all_nodes() for problem in _lint_op(node, bodies, "")]
     for function in model.functions.values():
         if function.domain != DOMAIN or function.name not in OPS:
-            raise ExportError(
-                f"function {function.domain}::{function.name} is no declared operator"
-            )
-        for node in function.all_nodes():
-            _lint_node(node, set(), f"body of {function.name}")
+            wrong.append(f"function {function.domain}::{function.name} is no declared operator")
+        where = f"body of {function.name}: "
+        wrong += [found for node in function.all_nodes() for found in _lint_op(node, set(), where)]
+    if wrong:
+        raise ExportError("; ".join(wrong))
     for name, value in model.graph.initializers.items():
         _lint_constant(name, value)
     for identifier, found in model.opset_imports.items():
@@ -248,20 +254,37 @@ def lint(model: ir.Model, inputs: tuple[Port, ...], outputs: tuple[Port, ...]) -
             raise ExportError(f"the graph imports opset {identifier or 'ai.onnx'} {found}")
 
 
-def _lint_node(node: ir.Node, bodies: set[tuple[str, str]], where: str) -> None:
-    what = f"{where}: node {node.name!r} ({node.domain or 'ai.onnx'}::{node.op_type})"
+def _lint_op(node: ir.Node, bodies: set[tuple[str, str]], where: str) -> Iterator[str]:
+    """What is wrong with a node, if anything."""
+    what = f"{where}node {node.name!r} ({node.domain or 'ai.onnx'}::{node.op_type})"
     if node.domain not in ("", "ai.onnx"):
         if (node.domain, node.op_type) not in bodies:
-            raise ExportError(
+            yield (
                 f"{what} is neither a standard operator nor a declared one with a body: declare "
                 "it as a plugin operator or rewrite the layer in standard operators"
             )
         return
     if node.op_type in FORBIDDEN:
-        raise ExportError(f"{what} may not stand in the portable file: {FORBIDDEN[node.op_type]}")
+        yield f"{what} may not stand in the portable file: {FORBIDDEN[node.op_type]}"
+    elif not defs.has(node.op_type, OPSET, ""):
+        yield f"{what} is no operator of opset {OPSET}: rewrite the layer in standard operators"
+    elif node.op_type == "Scan":
+        yield from _lint_scan(node, what)
     for attr in node.attributes.values():
         if attr.type == ir.AttributeType.TENSOR:
             _lint_array(f"{what} attribute {attr.name!r}", attr.as_tensor().numpy())
+
+
+def _lint_scan(node: ir.Node, what: str) -> Iterator[str]:
+    """A carried value keeps its type from step to step."""
+    body = node.attributes["body"].as_graph()
+    carried = len(node.inputs) - node.attributes["num_scan_inputs"].as_int()
+    for place in range(carried):
+        before, after = body.inputs[place], body.outputs[place]
+        outside = node.inputs[place]
+        kinds = {v.dtype for v in (outside, before, after) if v is not None and v.dtype is not None}
+        if len(kinds) > 1:
+            yield f"{what} carries value {place} in more than one type: {sorted(map(str, kinds))}"
 
 
 def _lint_constant(name: str, value: ir.Value) -> None:
@@ -275,6 +298,9 @@ def _lint_constant(name: str, value: ir.Value) -> None:
 def _lint_array(what: str, data: Array) -> None:
     if data.dtype.kind == "f" and not np.isfinite(data).all():
         raise ExportError(f"{what} is not finite in {data.dtype}: use a constant that fits")
+    limits = np.iinfo(np.int32)
+    if data.dtype == np.int64 and ((data < limits.min) | (data > limits.max)).any():
+        raise ExportError(f"{what} does not fit 32 bits: TensorRT would clamp it")
 
 
 def repair_open_ends(model: ir.Model) -> None:

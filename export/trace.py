@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,6 +20,7 @@ import torch
 from onnx import defs
 from onnxscript import values
 from torch.export import Dim
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fixedstate.errors import ExportError
 from fixedstate.export.denoiser import Denoiser, RoleGraph
@@ -128,7 +130,7 @@ def trace(denoiser: Denoiser, role: str) -> ir.Model:
                 optimize=True,
             )
         except Exception as err:
-            raise ExportError(f"graph {role!r}: {_reason(err)}") from err
+            raise ExportError(f"graph {role!r}: {_reason(err, graph, inputs)}") from err
     assert program is not None
     model = program.model
     found = model.opset_imports.get("")
@@ -140,16 +142,60 @@ def trace(denoiser: Denoiser, role: str) -> ir.Model:
     return model
 
 
-def _reason(err: BaseException) -> str:
-    """The innermost cause in one line: module path and operator where the exporter names them."""
+class _OpaqueOperatorError(Exception):
+    """An operator that is neither PyTorch's own nor one of ours."""
+
+
+class _KnownOpsOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Stops a run at the first operator that no graph can hold."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.namespace not in ("aten", "prim", "prims", DOMAIN):
+            raise _OpaqueOperatorError(f"operator {func.namespace}::{func._opname}")
+        return func(*args, **(kwargs or {}))
+
+
+def _reason(err: BaseException, graph: RoleGraph, inputs: list[torch.Tensor]) -> str:
+    """Layer, operator and remedy in one line.
+
+    The exporter's messages name no layer, so the pass is run once more without it: an operator
+    that is not PyTorch's own is found where it is called.
+    """
+    try:
+        with torch.inference_mode(), _KnownOpsOnly():  # type: ignore[no-untyped-call]
+            graph(*inputs)
+    except _OpaqueOperatorError as found:
+        return (
+            f"{_layer_of(found)}{found} cannot be traced: replace it by tensor code that "
+            "torch.export can follow, or declare it in fixedstate.plugins with a function body"
+        )
+    except Exception as found:
+        err = found
+    cause = _causes(err)[-1]
+    text = " ".join(str(cause).split())
+    return (
+        f"{_layer_of(err)}cannot be traced: {type(cause).__name__}: {text[:400]}; replace the "
+        "operator by tensor code that torch.export can follow"
+    )
+
+
+def _causes(err: BaseException) -> list[BaseException]:
     causes = [err]
     while causes[-1].__cause__ is not None:
         causes.append(causes[-1].__cause__)
-    text = " ".join(str(causes[-1]).split())
-    return (
-        f"cannot be traced: {type(causes[-1]).__name__}: {text[:400]}; replace the operator by "
-        "tensor code that torch.export can follow"
-    )
+    return causes
+
+
+def _layer_of(err: BaseException) -> str:
+    """Which layer was running: ``layer 1 (mamba2): ``; empty where none was."""
+    for cause in reversed(_causes(err)):
+        for frame, _ in traceback.walk_tb(cause.__traceback__):
+            if frame.f_code is Denoiser._run.__code__ and "index" in frame.f_locals:
+                layer = frame.f_locals["layer"]
+                return f"layer {frame.f_locals['index']} ({layer.mixer}): "
+    return ""
 
 
 def _example(port: Port) -> torch.Tensor:
@@ -182,7 +228,12 @@ def _quiet() -> Iterator[io.StringIO]:
     """Keep the exporter's chatter off the terminal; what it logged is given back."""
     said = io.StringIO()
     handler = logging.StreamHandler(said)
-    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "torch.export")]
+    named = ["torch", "onnxscript", *logging.root.manager.loggerDict]
+    loggers = [
+        logging.getLogger(name)
+        for name in dict.fromkeys(named)
+        if name.partition(".")[0] in ("torch", "onnxscript")
+    ]
     kept = [(logger, logger.handlers, logger.propagate) for logger in loggers]
     try:
         for logger in loggers:

@@ -174,19 +174,32 @@ class Attention(nn.Module):
         self.register_buffer("rates", (sizes.rope_theta**-powers).float(), persistent=False)
 
     @torch.no_grad()
+    def look_alike(self) -> None:
+        """Start every head as a copy of what looks alike: equal queries and keys, output = V^T."""
+        if self.sizes.heads == self.sizes.kv_heads:
+            self.k_proj.weight.copy_(self.q_proj.weight)
+            self.o_proj.weight.copy_(self.v_proj.weight.T)
+
+    @torch.no_grad()
     def look_back(self, offsets: tuple[int, ...], gain: float = 6.0) -> None:
-        """Start one head per offset as a look at the token that far back.
+        """Start one head per offset as a look at the token that far back, all with the same output.
 
         Mamba-2 has a convolution for its neighbours; a first attention layer would spend most of a
         short training on finding them.
         """
         sizes = self.sizes
+        nn.init.normal_(self.k_proj.weight, std=sizes.width**-0.5)
+        for head in range(1, len(offsets)):
+            rows = slice(head * sizes.head_dim, (head + 1) * sizes.head_dim)
+            self.v_proj.weight[rows] = self.v_proj.weight[: sizes.head_dim]
+            self.o_proj.weight[:, rows] = self.o_proj.weight[:, : sizes.head_dim]
         size = (gain * sizes.head_dim**0.5) ** 0.5 * 2**0.5 / sizes.width
         for head, offset in enumerate(offsets):
             rows = slice(head * sizes.head_dim, (head + 1) * sizes.head_dim)
             ones, turn = torch.ones_like(self.rates), offset * self.rates
-            self.q_proj.weight[rows] += size * torch.cat([ones, 0 * ones])[:, None]
-            self.k_proj.weight[rows] += size * torch.cat([turn.cos(), turn.sin()])[:, None]
+            for proj, angle in ((self.q_proj, 0 * turn), (self.k_proj, turn)):
+                position = size * torch.cat([ones * angle.cos(), angle.sin()])[:, None]
+                proj.weight[rows] = 0.1 * proj.weight[rows] + position
 
     def empty(self, rows: int) -> tuple[Tensor, Tensor]:
         """Return the cache of an empty prefix: keys and values [B, kv_heads, 0, head_dim]."""
@@ -283,6 +296,8 @@ class Denoiser(nn.Module):
             # position from it alone.
             with torch.no_grad():
                 self.embedding.weight += 0.06
+            for layer in self.layers:
+                layer.mixer.look_alike()
             self.layers[0].mixer.look_back((1, 2, 5))
 
     def empty(self, rows: int) -> State:

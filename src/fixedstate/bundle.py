@@ -34,7 +34,9 @@ _KEYS = (
     "decode",
     "files",
     "source",
+    "sha256",
 )
+_SEAL = b',\n "sha256": "'  # the last entry of bundle.json: the hash of every byte before it
 _CHUNK = 1 << 20
 
 
@@ -175,7 +177,7 @@ class Bundle:
                 f"{folder / MANIFEST} is damaged ({len(raw)} bytes, not JSON): export again"
             ) from err
         schema = data.get("schema") if isinstance(data, dict) else None
-        if not isinstance(schema, int):
+        if not isinstance(schema, int) or isinstance(schema, bool) or schema < 1:
             raise BundleError(f"{folder / MANIFEST} names no schema: it is not a bundle manifest")
         if schema > SCHEMA:
             raise BundleError(
@@ -186,6 +188,11 @@ class Bundle:
             bundle = cls._from_data(folder, data, hashlib.sha256(raw).hexdigest())
         except (SpecError, KeyError, TypeError, AttributeError, ValueError) as err:
             raise BundleError(f"{folder / MANIFEST} is damaged: {err}") from err
+        if _sealed(raw.rpartition(_SEAL)[0]) != raw:
+            raise BundleError(
+                f"{folder / MANIFEST} was changed after the export: its last entry is not the "
+                "sha256 of the rest: copy the bundle again or export again"
+            )
         bundle._verify(verify_weights)
         return bundle
 
@@ -225,7 +232,10 @@ class Bundle:
                 raise BundleError(f"{file} is missing: the bundle is incomplete, copy it whole")
             if name == WEIGHTS and not verify_weights:
                 continue
-            found = sha256_of(file)
+            try:
+                found = sha256_of(file)
+            except OSError as err:
+                raise BundleError(f"{file} cannot be read: {err.strerror or err}") from err
             if found != expected:
                 raise BundleError(
                     f"{file} was changed after the export: sha256 {found[:16]}..., "
@@ -247,7 +257,7 @@ class Bundle:
         )
 
     def manifest(self) -> bytes:
-        """The bytes of bundle.json: sorted, without time, host or path."""
+        """The bytes of bundle.json: sorted, without time, host or path; sealed by their hash."""
         data = {
             "schema": SCHEMA,
             "model": self.spec.to_dict(),
@@ -259,7 +269,12 @@ class Bundle:
             "files": dict(sorted(self.files.items())),
             "source": self.source.to_dict(),
         }
-        return (json.dumps(data, indent=1, ensure_ascii=False) + "\n").encode()
+        return _sealed(json.dumps(data, indent=1, ensure_ascii=False).encode()[: -len(b"\n}")])
+
+
+def _sealed(content: bytes) -> bytes:
+    """An unfinished JSON object with the hash of its bytes as the last entry."""
+    return content + _SEAL + hashlib.sha256(content).hexdigest().encode() + b'"\n}\n'
 
 
 def _read_manifest(folder: Path) -> bytes:
@@ -273,6 +288,8 @@ def _read_manifest(folder: Path) -> bytes:
         raise BundleError(
             f"{folder} holds no {MANIFEST}: it is not a bundle; make one with `fixedstate export`"
         ) from err
+    except OSError as err:
+        raise BundleError(f"{folder / MANIFEST} cannot be read: {err.strerror or err}") from err
 
 
 def sha256_of(file: Path) -> str:

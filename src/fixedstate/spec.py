@@ -347,7 +347,7 @@ class ModelSpec:
     def causal_commit(self) -> bool:
         """Whether a commit inside a block is exact: nothing in the pass looks ahead."""
         for layer in self.layers:
-            if layer.direction == "reverse":
+            if layer.direction == "reverse" and layer.mixer != "none" and self.commit_reverse:
                 return False
             if layer.direction == "block":
                 if layer.mixer == "attention" and self.commit_mask == "block":

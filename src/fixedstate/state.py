@@ -19,6 +19,7 @@ ROLES = ("denoise", "commit", "commit_denoise", "full")
 _PREFIXES = {"committed": ("past_", "present_"), "step": ("step_in_", "step_out_")}
 _KINDS = ("conv", "ssm", "key", "value")
 _UPDATES = ("swap", "append")
+_SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,8 @@ class Precision:
     def __post_init__(self) -> None:
         for name in (self.io, self.state, self.kv):
             check_dtype(name)
+        if self.io not in _SHORT:
+            raise SpecError(f"io dtype {self.io!r} is none of {', '.join(_SHORT)}")
 
     @classmethod
     def named(cls, name: str) -> Precision:
@@ -44,7 +47,7 @@ class Precision:
     @property
     def name(self) -> str:
         """Short name of the io dtype: fp32, fp16 or bf16."""
-        return {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}[self.io]
+        return _SHORT[self.io]
 
     def to_dict(self) -> dict[str, str]:
         """A JSON-ready mapping; the inverse of :meth:`from_dict`."""
@@ -298,5 +301,8 @@ def _reads_past_length(spec: ModelSpec, state: StateSpec, role: str) -> bool:
 def _reads_commit_length(spec: ModelSpec, state: StateSpec, role: str) -> bool:
     """Only a commit whose one mixer is an appended layer does not: the runtime cuts its columns."""
     last = max((port.layer for port in state.ports), default=-1)
-    mixed_before = any(layer.mixer != "none" for layer in spec.layers[: max(last, 0)])
+    mixed_before = any(
+        layer.mixer != "none" and (layer.stateful or spec.commit_reverse)
+        for layer in spec.layers[: max(last, 0)]
+    )
     return role == "commit_denoise" or bool(state.swapped) or mixed_before

@@ -40,7 +40,7 @@ def command(
     counts: dict[str, Any] = {"block_counts": _QUICK} if quick else {}
     with progress("checking") as tell:
         opened = Bundle.open(bundle)
-        beside = _pytorch_side(opened, checkpoint, tell) if checkpoint is not None else []
+        beside = _pytorch_side(opened, checkpoint, tell, counts) if checkpoint is not None else []
         rest = (2, 3, 4, 6) if beside else ()  # laws 1 and 5 were proved against PyTorch
         laws = check_bundle(opened, progress=tell, only=rest, **counts)
     results = sorted([*laws, *beside], key=lambda result: result.law)
@@ -52,11 +52,13 @@ def command(
     context.exit(0 if passed else 1)
 
 
-def _pytorch_side(bundle: Bundle, checkpoint: str, tell: Callable[[str], None]) -> list[LawResult]:
+def _pytorch_side(
+    bundle: Bundle, checkpoint: str, tell: Callable[[str], None], counts: dict[str, Any]
+) -> list[LawResult]:
     """Run first: a checkpoint that is not there is found before minutes of laws."""
     from fixedstate.export.parity import check_against_checkpoint
 
-    return list(check_against_checkpoint(bundle, checkpoint, progress=tell))
+    return list(check_against_checkpoint(bundle, checkpoint, progress=tell, **counts))
 
 
 def _print(passed: bool, results: list[LawResult]) -> None:

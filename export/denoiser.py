@@ -61,6 +61,25 @@ def check_supported(spec: ModelSpec) -> None:
         )
 
 
+def as_stored(tensors: Mapping[str, Tensor], precision: Precision) -> dict[str, Tensor]:
+    """The weights a bundle of that precision holds, back in float32: what its graphs compute with.
+
+    Args:
+        tensors: Own checkpoint layout.
+        precision: Of the bundle; its float32 islands are not rounded.
+    """
+    dtype = _TORCH[precision.io]
+    return {
+        name: tensor.float() if _is_island(name) else tensor.to(dtype).float()
+        for name, tensor in tensors.items()
+    }
+
+
+def _is_island(name: str) -> bool:
+    """Whether a tensor stays float32 whatever the io dtype."""
+    return name.endswith((*_ISLANDS, "A_log"))
+
+
 class Denoiser(nn.Module):
     """A denoiser with given weights.
 
@@ -98,8 +117,7 @@ class Denoiser(nn.Module):
         """Keep a tensor under a module attribute: [in, out], A folded, islands in float32."""
         if name.endswith("A_log"):
             name, tensor = name.removesuffix("_log"), -torch.exp(tensor.float())
-        island = name.endswith(_ISLANDS)
-        tensor = tensor.to(torch.float32 if island else _TORCH[self.precision.io])
+        tensor = tensor.to(torch.float32 if _is_island(name) else _TORCH[self.precision.io])
         if name.endswith(_PROJECTIONS) or name == "head.weight":
             tensor = tensor.T
         elif name.endswith("conv1d.weight"):

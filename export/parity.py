@@ -17,7 +17,7 @@ import torch
 from fixedstate.bundle import Bundle
 from fixedstate.errors import ParityError, SpecError, UsageError
 from fixedstate.export.checkpoint import load_checkpoint
-from fixedstate.export.denoiser import Denoiser, RoleGraph
+from fixedstate.export.denoiser import Denoiser, RoleGraph, as_stored
 from fixedstate.ports import Array
 from fixedstate.runtime import laws
 from fixedstate.runtime.compare import Comparison, Tolerance, compare, draw_inputs
@@ -91,7 +91,7 @@ def _report(
     return {
         "passed": all(result.passed for _, result in trials),
         "precision": bundle.precision.name,
-        "reference": "PyTorch float32 on cpu",
+        "reference": "PyTorch float32 on cpu, with the weights as the bundle stores them",
         "candidate": "ONNX Runtime, provider cpu, 1 thread, all optimisations",
         "tolerance": tolerance.to_dict(),
         "tokens": kind,
@@ -430,7 +430,7 @@ def check_against_checkpoint(
             f"{checkpoint} is not the checkpoint of {bundle.path}: their models differ; give the "
             "checkpoint the bundle was exported from"
         )
-    denoiser = Denoiser(spec, loaded.tensors)
+    denoiser = Denoiser(spec, as_stored(loaded.tensors, bundle.precision))
     return laws.check_bundle(
         bundle,
         recompute=lambda slots: TorchEngine(denoiser, slots, stateless=True),

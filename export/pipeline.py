@@ -25,7 +25,7 @@ from fixedstate.bundle import (
 from fixedstate.errors import ExportError
 from fixedstate.export import parity
 from fixedstate.export.checkpoint import Checkpoint, load_checkpoint
-from fixedstate.export.denoiser import Denoiser, check_supported
+from fixedstate.export.denoiser import Denoiser, as_stored, check_supported
 from fixedstate.export.passes import MIN_ONNXRUNTIME, finish
 from fixedstate.export.trace import trace
 from fixedstate.export.weightfile import point_at_weights, write_weights
@@ -101,7 +101,9 @@ def export_bundle(
     with staged_folder(target, force=force) as folder:
         bundle = write_bundle(folder, loaded, chosen, roles, say)
         report = parity.compare_graphs(
-            bundle, Denoiser(loaded.spec, loaded.tensors), progress=progress
+            bundle,
+            Denoiser(loaded.spec, as_stored(loaded.tensors, chosen)),
+            progress=progress,
         )
         parity.require(report)
         write_atomic(folder / PARITY, (json.dumps(report, indent=1) + "\n").encode())

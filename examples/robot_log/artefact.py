@@ -14,47 +14,62 @@ from pathlib import Path
 
 import torch
 from denoiser import PRESETS, Denoiser, Sizes
-from generate import END, MASK, PAD, UNK, build_tokenizer
+from generate import END, MASK, build_tokenizer
 from safetensors.torch import load_file, save_file
 from train import TRAIN_LENGTH
 
+from fixedstate.bundle import DecodeDefaults
+from fixedstate.spec import AttentionSizes, LayerSpec, Mamba2Sizes, ModelSpec
+
 
 def describe(sizes: Sizes) -> dict[str, object]:
-    """Describe a denoiser completely: sizes, layers, special ids and what a commit pass runs."""
+    """The config.json of the documented own layout: ModelSpec and decode defaults."""
     tokenizer = build_tokenizer()
-    layers: list[dict[str, object]] = []
-    for kind in sizes.layers:
-        layer: dict[str, object] = {"direction": "block", "norm": "rms"}
-        if kind == "a":
-            layer |= {"mixer": "attention", "heads": sizes.heads, "kv_heads": sizes.kv_heads,
-                      "head_dim": sizes.head_dim, "rope_theta": sizes.rope_theta,
-                      "rope_interleaved": False}  # fmt: skip
-        else:
-            layer |= {"mixer": "mamba2", "tied": "all", "inner": sizes.inner,
-                      "heads": sizes.inner // sizes.ssm_head_dim, "head_dim": sizes.ssm_head_dim,
-                      "d_state": sizes.d_state, "groups": 1, "conv": sizes.conv_taps}  # fmt: skip
-        hidden = sizes.mlp(kind)
-        layers.append(layer | {"mlp": "gated" if hidden else "none", "mlp_size": hidden})
-    return {
-        "format": "fixedstate",
-        "sizes": sizes.to_dict(),
-        "layers": layers,
-        "objective": "block",
-        "vocab_size": tokenizer.get_vocab_size(),
-        "vocab_rows": sizes.vocab,
-        "width": sizes.width,
-        "block_len": sizes.block_len,
-        "norm_eps": sizes.norm_eps,
-        "tied_embeddings": True,
-        "logit_shift": 0,
-        "commit_reverse": True,
-        "commit_mask": "block",
-        "mask_id": tokenizer.token_to_id(MASK),
-        "stop_ids": [tokenizer.token_to_id(END)],
-        "pad_id": tokenizer.token_to_id(PAD),
-        "unk_id": tokenizer.token_to_id(UNK),
-        "train_length": TRAIN_LENGTH,
-    }
+    spec = ModelSpec(
+        vocab_size=tokenizer.get_vocab_size(),
+        vocab_rows=sizes.vocab,
+        width=sizes.width,
+        layers=tuple(_layer(sizes, kind) for kind in sizes.layers),
+        block_len=sizes.block_len,
+        mask_id=tokenizer.token_to_id(MASK),
+        stop_ids=(tokenizer.token_to_id(END),),
+        tied_embeddings=True,
+        norm_eps=sizes.norm_eps,
+    )
+    decode = DecodeDefaults(steps=8, train_length=TRAIN_LENGTH)
+    return {"format": "fixedstate", "model": spec.to_dict(), "decode": decode.to_dict()}
+
+
+def _layer(sizes: Sizes, kind: str) -> LayerSpec:
+    hidden = sizes.mlp(kind)
+    mixer: AttentionSizes | Mamba2Sizes
+    if kind == "a":
+        mixer = AttentionSizes(
+            heads=sizes.heads,
+            kv_heads=sizes.kv_heads,
+            head_dim=sizes.head_dim,
+            rotary_dim=sizes.head_dim,
+            rope_theta=sizes.rope_theta,
+        )
+    else:
+        mixer = Mamba2Sizes(
+            d_inner=sizes.inner,
+            heads=sizes.inner // sizes.ssm_head_dim,
+            head_dim=sizes.ssm_head_dim,
+            d_state=sizes.d_state,
+            groups=1,
+            d_conv=sizes.conv_taps,
+            norm_eps=sizes.norm_eps,
+        )
+    return LayerSpec(
+        mixer="attention" if kind == "a" else "mamba2",
+        sizes=mixer,
+        direction="block",
+        tied="none" if kind == "a" else "all",
+        mlp="gated" if hidden else "none",
+        mlp_width=hidden,
+        norm_eps=sizes.norm_eps,
+    )
 
 
 def write(kind: str, folder: Path, checkpoint: Path | None) -> None:
@@ -76,8 +91,8 @@ def write(kind: str, folder: Path, checkpoint: Path | None) -> None:
 
 def load(folder: Path) -> Denoiser:
     """Load an artefact folder; the fp16 weights run in fp32."""
-    sizes = json.loads((folder / "config.json").read_text())["sizes"]
-    model = Denoiser(Sizes(**sizes))
+    config = json.loads((folder / "config.json").read_text())
+    model = Denoiser(next(sizes for sizes in PRESETS.values() if describe(sizes) == config))
     weights = load_file(str(folder / "model.safetensors"))
     model.load_state_dict({name: value.float() for name, value in weights.items()})
     return model.eval()

@@ -82,9 +82,9 @@ class Mamba2(nn.Module):
         self.conv1d = nn.Conv1d(
             self.channels, self.channels, sizes.conv_taps, groups=self.channels, bias=True
         )
-        # Slow decay and a fair write strength from the start: recall needs long memory, and the
-        # model learns to close the gate (small dt) more easily than to stretch a short memory.
-        self.A_log = nn.Parameter(torch.linspace(math.log(0.02), math.log(4.0), self.n_heads))
+        # From no decay to speak of to almost none kept: A hardly moves in a short training, while
+        # the gate dt is learned soon, so recall reaches as far as the slowest head starts out.
+        self.A_log = nn.Parameter(torch.linspace(math.log(5e-4), math.log(4.0), self.n_heads))
         dt = torch.exp(torch.empty(self.n_heads).uniform_(math.log(0.03), math.log(0.3)))
         self.dt_bias = nn.Parameter(dt + torch.log(-torch.expm1(-dt)))
         self.D = nn.Parameter(torch.ones(self.n_heads))
@@ -175,20 +175,30 @@ class Attention(nn.Module):
 
     @torch.no_grad()
     def look_alike(self) -> None:
-        """Start every head as a copy of what looks alike: equal queries and keys, output = V^T."""
-        if self.sizes.heads == self.sizes.kv_heads:
-            self.k_proj.weight.copy_(self.q_proj.weight)
-            self.o_proj.weight.copy_(self.v_proj.weight.T)
+        """Start every head as a copy of what looks alike, wherever it stands.
+
+        Queries equal keys, mostly in the slow rotations, and the output is the transposed value
+        projection, scaled to the embedding. Recall in a short training needs such a start.
+        """
+        if self.sizes.heads != self.sizes.kv_heads:
+            return
+        for proj in (self.q_proj, self.v_proj):
+            nn.init.orthogonal_(proj.weight)
+        slow = torch.where(self.rates < 1 / 64, 3.0, 0.3).repeat(2 * self.sizes.heads)
+        self.q_proj.weight *= slow[:, None]
+        self.k_proj.weight.copy_(self.q_proj.weight)
+        self.o_proj.weight.copy_(0.3 * self.v_proj.weight.T)
 
     @torch.no_grad()
-    def look_back(self, offsets: tuple[int, ...], gain: float = 6.0) -> None:
+    def look_back(self, offsets: tuple[int, ...], gain: float = 10.0) -> None:
         """Start one head per offset as a look at the token that far back, all with the same output.
 
         Mamba-2 has a convolution for its neighbours; a first attention layer would spend most of a
         short training on finding them.
         """
         sizes = self.sizes
-        nn.init.normal_(self.k_proj.weight, std=sizes.width**-0.5)
+        for proj in (self.q_proj, self.k_proj):
+            nn.init.normal_(proj.weight, std=sizes.width**-0.5)
         for head in range(1, len(offsets)):
             rows = slice(head * sizes.head_dim, (head + 1) * sizes.head_dim)
             self.v_proj.weight[rows] = self.v_proj.weight[: sizes.head_dim]

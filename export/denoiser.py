@@ -107,6 +107,7 @@ class Denoiser(nn.Module):
         self.precision = precision or Precision()
         self.state_spec = StateSpec.of(spec, self.precision)
         self.ops = ops
+        self._last_stateful = max((port.layer for port in self.state_spec.ports), default=-1)
         self._names: dict[str, str] = {}
         for name, tensor in tensors.items():
             self._register(name, tensor)
@@ -196,13 +197,12 @@ class Denoiser(nn.Module):
         if spec.residual_fp32:
             x = x.float()
         made: dict[str, Tensor] = {}
-        last = max((port.layer for port in self.state_spec.ports), default=-1)
         for index, layer in enumerate(spec.layers):
             if layer.mixer != "none":
                 normed = self._norm(layer.norm, layer.norm_eps, f"layers.{index}.norm", x)
                 y, new = self._mixer(index, normed.to(io), state, info)
                 made |= new
-                if y is None or (info.role == "commit" and index == last):
+                if y is None or (info.role == "commit" and index == self._last_stateful):
                     break  # nothing after it is carried
                 x = x + y
             if layer.mlp != "none":

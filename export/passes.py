@@ -166,6 +166,7 @@ def add_functions(model: ir.Model, spec: ModelSpec, precision: Precision) -> Non
     sizes = [layer.mamba2 for layer in spec.layers if layer.mixer == "mamba2"]
     taps = [one.d_conv for one in sizes if one.d_conv > 1]
     wide_skip = any(one.d_has_hdim for one in sizes)
+    one_group = all(one.groups == 1 for one in sizes)
     used: set[str] = set()
     for node in model.graph.all_nodes():
         if node.domain != DOMAIN:
@@ -176,7 +177,7 @@ def add_functions(model: ir.Model, spec: ModelSpec, precision: Precision) -> Non
         node.attributes["block_len"] = ir.AttrInt64("block_len", spec.block_len)
     for name in OPS:
         if name in used:
-            body = function_body(name, spec.block_len, precision.io, taps, wide_skip)
+            body = function_body(name, spec.block_len, precision.io, taps, wide_skip, one_group)
             model.functions[body.identifier()] = body
 
 

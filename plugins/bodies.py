@@ -113,7 +113,12 @@ class _Body:
 
 
 def function_body(
-    name: str, block_len: int, io: str, taps: Sequence[int] = (), wide_skip: bool = False
+    name: str,
+    block_len: int,
+    io: str,
+    taps: Sequence[int] = (),
+    wide_skip: bool = False,
+    one_group: bool = False,
 ) -> ir.Function:
     """The model-local function of one operator.
 
@@ -123,6 +128,7 @@ def function_body(
         io: ``float32`` or ``float16``, the dtype of activations.
         taps: The different K of the model's convolutions.
         wide_skip: Whether any layer's D has one weight per channel, [H, P], rather than per head.
+        one_group: Whether every layer's B and C are shared by all of its heads.
 
     Returns:
         A function whose nodes are standard ops of opset 21.
@@ -130,7 +136,7 @@ def function_body(
     body = _Body(name, io)
     if name.startswith("CausalConv"):
         return _conv(body, block_len, sorted(set(taps)))
-    return _ssd(body, block_len, wide_skip)
+    return _ssd(body, block_len, wide_skip, one_group)
 
 
 # --- causal convolution -----------------------------------------------------------------------
@@ -213,7 +219,7 @@ def _window(body: _Body, full: ir.Value, most: int, mixed: bool) -> ir.Value:
 # --- Mamba-2 ------------------------------------------------------------------------------------
 
 
-def _ssd(body: _Body, block_len: int, wide_skip: bool) -> ir.Function:
+def _ssd(body: _Body, block_len: int, wide_skip: bool, one_group: bool) -> ir.Function:
     """The matrix form; see :func:`fixedstate.plugins.torch_ops._ssd`.
 
     Inside, B' is B for the forward forms and B*n for the reverse one; K chunks of c tokens.
@@ -226,13 +232,17 @@ def _ssd(body: _Body, block_len: int, wide_skip: bool) -> ir.Function:
     b, c = (body.float(body.inputs[n]) for n in ("b", "c"))
     dt = body.inputs["dt"]
     lead = -1 if reverse else 0
-    cut = _Cut(body, block_len, size, lead, flat=per_block == 1 and not commit)
+    cut = _Cut(body, block_len, size, lead, per_block == 1 and not commit, one_group)
     v = cut.heads(x)  # [B', K, H, c, P]
     step = cut.steps(dt)  # [B', K, H, c]
     log_decay = cut.steps(body.op("Mul", dt, body.inputs["a"]))  # [B', K, H, c]
     bk, ck = cut.heads(b), cut.heads(c)  # [B', K, G, c, N]
-    decay = _segment_decay(body, log_decay, size, reverse)  # [B', K, H, c, c]
+    # unmasked: a token that does not reach another has an empty sum, and the score is 0 there
+    decay = body.op("Exp", _segment_sums(body, log_decay, size, reverse))  # [B', K, H, c, c]
     score = body.op("MatMul", ck, cut.swap_last(bk))  # [B', K, G, c, c]
+    reach = np.tri(size, dtype=np.bool_)
+    reached = body.const(reach.T if reverse else reach, np.bool_)
+    score = body.op("Where", reached, score, body.const(0.0, np.float32))
     # dt and the skip go into the matrix: [c, c] per head is smaller than [c, P]
     weighted = body.op("Mul", decay, body.unsqueeze(step, -2))
     mix = cut.by_head(body.op("Mul", cut.by_group(weighted, b), cut.spread(score)), decay)
@@ -257,8 +267,8 @@ def _ssd(body: _Body, block_len: int, wide_skip: bool) -> ir.Function:
                 count = None if commit else per_block
                 entering, final = _carry(body, local, total, state, count)
         read = body.op("MatMul", cut.spread(ck), cut.by_group(entering, b))
-        reach = np.tri(size, dtype=np.float32)  # r <= t
-        sums = body.op("MatMul", log_decay, body.const(reach if reverse else reach.T, np.float32))
+        upto = np.tri(size, dtype=np.float32)  # (t, r): r <= t
+        sums = body.op("MatMul", log_decay, body.const(upto if reverse else upto.T, np.float32))
         grown = body.op("Exp", sums)
         y = body.op("Add", y, body.op("Mul", body.unsqueeze(grown, -1), cut.by_head(read, y)))
     y = cut.join(y, body.inputs["x"])
@@ -273,10 +283,13 @@ def _ssd(body: _Body, block_len: int, wide_skip: bool) -> ir.Function:
 class _Cut:
     """Tokens cut into chunks: [B', T, ...] to [B', K, c, ...] and back.
 
-    ``flat`` leaves the chunk axis out where every row is one chunk.
+    ``flat`` leaves the chunk axis out where every row is one chunk; with ``one_group`` B and C
+    have a head axis of 1, which meets all heads by broadcasting, and nothing is regrouped.
     """
 
-    def __init__(self, body: _Body, block_len: int, size: int, lead: int, flat: bool) -> None:
+    def __init__(
+        self, body: _Body, block_len: int, size: int, lead: int, flat: bool, one_group: bool
+    ) -> None:
         self.body, self.block_len, self.size, self.lead, self.flat = (
             body,
             block_len,
@@ -285,6 +298,7 @@ class _Cut:
             flat,
         )
         self.pad = -block_len % size
+        self.one_group = one_group
 
     def _chunks(self, value: ir.Value, rank: int) -> ir.Value:
         body = self.body
@@ -320,6 +334,8 @@ class _Cut:
 
     def by_group(self, value: ir.Value, grouped: ir.Value) -> ir.Value:
         """[B', K, H, p, q] -> [B', K, G, H/G, p, q]; ``grouped`` is [B, T, G, N]."""
+        if self.one_group:
+            return value
         body = self.body
         groups = body.dims(grouped, 2, 3)
         lead = (0,) if self.flat else (0, 0)
@@ -328,6 +344,8 @@ class _Cut:
 
     def by_head(self, value: ir.Value, like: ir.Value) -> ir.Value:
         """[B', K, G, H/G, p, q] -> [B', K, H, p, q]; ``like`` has the heads at its place."""
+        if self.one_group:
+            return value
         body = self.body
         lead = (0,) if self.flat else (0, 0)
         heads = body.dims(like, len(lead), len(lead) + 1)
@@ -335,6 +353,8 @@ class _Cut:
 
     def spread(self, value: ir.Value) -> ir.Value:
         """[B', K, G, p, q] -> [B', K, G, 1, p, q]: one for all heads of a group."""
+        if self.one_group:
+            return value
         return self.body.unsqueeze(value, 2 if self.flat else 3)
 
     def join(self, value: ir.Value, x: ir.Value) -> ir.Value:
@@ -350,32 +370,41 @@ class _Cut:
         return body.op("Reshape", value, body.op("Shape", x))
 
 
-def _segment_decay(
+def _segment_sums(body: _Body, log_decay: ir.Value, size: int, reverse: bool = False) -> ir.Value:
+    """Log decays between tokens, [..., c] -> [..., c, c]; 0 where a token does not reach another.
+
+    Sums of the steps in between by one product with a triangular matrix, never differences of
+    prefix sums: no sum is ever positive.
+    """
+    tri = np.tri(size, dtype=np.float32)  # (t, r): r <= t
+    after = np.tri(size, k=-1, dtype=np.float32)  # (r, s): r > s
+    if reverse:
+        tri, after = tri.T, after.T
+    spread = body.op("Mul", body.unsqueeze(log_decay, -2), body.const(tri, np.float32))
+    return body.op("MatMul", spread, body.const(after, np.float32))
+
+
+def _chunk_decay(
     body: _Body, log_decay: ir.Value, size: int | ir.Value, reverse: bool = False
 ) -> ir.Value:
-    """exp of segment sums [..., c, c] from log decays [..., c]; zero where nothing reaches.
+    """What is left of each chunk at each later one, [..., k] -> [..., k, k], zero elsewhere.
 
-    One product with a triangular matrix; no exponent is ever positive. ``size`` is a 1-D value
-    where the number of columns is only known at run time.
+    ``size`` is a 1-D value where the number of chunks is only known at run time.
     """
+    zero = body.const(0.0, np.float32)
     if isinstance(size, int):
-        tri = np.tri(size, dtype=np.float32)
-        reach = tri.T if reverse else tri  # (t, r): r <= t
-        later = np.tri(size, k=-1, dtype=np.float32)  # (r, s): r > s
-        later = later.T if reverse else later
-        reached = body.const(reach, np.bool_)
-        weight, after = body.const(reach, np.float32), body.const(later, np.float32)
-    else:
-        assert not reverse
-        count = body.op("Squeeze", size)
-        steps = body.op("Range", body.const(0), count, body.const(1))
-        row, column = body.unsqueeze(steps, 1), body.unsqueeze(steps, 0)
-        reached = body.op("LessOrEqual", column, row)
-        weight = body.op("Cast", reached, to=int(ir.DataType.FLOAT))
-        after = body.op("Cast", body.op("Greater", row, column), to=int(ir.DataType.FLOAT))
+        reach = np.tri(size, dtype=np.bool_)
+        sums = _segment_sums(body, log_decay, size, reverse)
+        reached = body.const(reach.T if reverse else reach, np.bool_)
+        return body.op("Where", reached, body.op("Exp", sums), zero)
+    assert not reverse
+    steps = body.op("Range", body.const(0), body.op("Squeeze", size), body.const(1))
+    row, column = body.unsqueeze(steps, 1), body.unsqueeze(steps, 0)
+    reached = body.op("LessOrEqual", column, row)
+    weight = body.op("Cast", reached, to=int(ir.DataType.FLOAT))
+    after = body.op("Cast", body.op("Greater", row, column), to=int(ir.DataType.FLOAT))
     spread = body.op("Mul", body.unsqueeze(log_decay, -2), weight)
-    sums = body.op("MatMul", spread, after)
-    return body.op("Where", reached, body.op("Exp", sums), body.const(0.0, np.float32))
+    return body.op("Where", reached, body.op("Exp", body.op("MatMul", spread, after)), zero)
 
 
 def _local(
@@ -401,7 +430,7 @@ def _carry(
     """States entering every chunk [B, K, H, N, P], and the one after the last [B, H, N, P]."""
     padded = body.op("Pad", total, body.const([0, 0, 1, 0, 0, 0]))
     size = body.dims(padded, 2, 3) if count is None else count + 1
-    decay = _segment_decay(body, padded, size)  # [B, H, K+1, K+1]
+    decay = _chunk_decay(body, padded, size)  # [B, H, K+1, K+1]
     stacked = body.op("Concat", body.unsqueeze(state, 1), local, axis=1)
     stacked = body.transpose(stacked, 0, 2, 1, 3, 4)  # [B, H, K+1, N, P]
     flat = body.reshape(stacked, 0, 0, 0, -1)
@@ -415,7 +444,7 @@ def _carry(
 
 def _carry_reverse(body: _Body, local: ir.Value, total: ir.Value, per_block: int) -> ir.Value:
     """States entering every chunk from the right, zero at the block's right edge."""
-    decay = _segment_decay(body, total, per_block, reverse=True)  # [B', H, k, k]
+    decay = _chunk_decay(body, total, per_block, reverse=True)  # [B', H, k, k]
     below = body.slice(decay, 2, 1, per_block)
     shifted = body.op("Pad", below, body.const([0, 0, 0, 0, 0, 0, 1, 0]))
     stacked = body.transpose(local, 0, 2, 1, 3, 4)

@@ -23,6 +23,7 @@ from artefact import load
 from denoiser import Denoiser, State
 from generate import END, MASK, build_tokenizer, dense_log, line_counter, recall_item
 from torch import Tensor
+from train import TRAIN_LENGTH
 
 PASSES = 8
 SLICE = 16  # blocks of a prompt that are committed at once
@@ -133,7 +134,7 @@ def main(argv: list[str] | None = None) -> int:
 
     torch.set_num_threads(args.threads)
     model = load(args.folder)
-    length = json.loads((args.folder / "config.json").read_text())["train_length"]
+    length = TRAIN_LENGTH
     report: dict[str, object] = {
         "model": args.folder.name,
         "parameters": sum(p.numel() for p in model.parameters()),

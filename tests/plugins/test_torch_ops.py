@@ -5,27 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from scan_inputs import scan_inputs
 
 from fixedstate.plugins import reference
 from fixedstate.plugins.torch_ops import PLAIN
 
 TOLERANCE = 2e-5  # float32 sums of up to 256 terms of size 1
-
-
-def scan_inputs(
-    rng: np.random.Generator, rows: int, tokens: int, heads: int, groups: int, scale: float = 1.0
-) -> dict[str, np.ndarray]:
-    """Random operator inputs; ``scale`` multiplies the decays."""
-    head_dim, width = 8, 16
-    return {
-        "x": rng.standard_normal((rows, tokens, heads, head_dim)),
-        "dt": rng.uniform(0.001, 0.5, (rows, tokens, heads)),
-        "a": -scale * rng.uniform(0.5, 8, heads),
-        "b": rng.standard_normal((rows, tokens, groups, width)),
-        "c": rng.standard_normal((rows, tokens, groups, width)),
-        "d": rng.standard_normal(heads),
-        "state": rng.standard_normal((rows, heads, width, head_dim)),
-    }
 
 
 def as_torch(inputs: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:

@@ -7,6 +7,7 @@ their own state over several blocks of real tokens, and denoise half-masked canv
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ BLOCKS = (1, 2, 7)
 TRAJECTORY_BLOCKS = 4
 CAPACITY = 256
 """Columns of the key and value buffers in single passes."""
+
+_SMALL = 20_000_000  # weights
 
 SAMPLE = (
     "set arm_3 17\nbattery low\nmove base_2\nget arm_3\n"
@@ -57,6 +60,13 @@ def compare_graphs(
     Returns:
         The content of parity.json: verdict, tolerance, worst port, every trial.
     """
+    with _few_threads(denoiser):
+        return _compare_graphs(bundle, denoiser, seed, progress)
+
+
+def _compare_graphs(
+    bundle: Bundle, denoiser: Denoiser, seed: int, progress: Callable[[str], None] | None
+) -> dict[str, Any]:
     tolerance = Tolerance.of(bundle.precision.name)
     sessions = open_sessions(bundle, tuple(bundle.graphs), threads=1)
     ids, kind = _real_tokens(bundle)
@@ -71,6 +81,18 @@ def compare_graphs(
             progress("comparing a trajectory with PyTorch")
         trials += _trajectory(sessions, denoiser, ids, tolerance)
     return _report(bundle, trials, tolerance, kind)
+
+
+@contextlib.contextmanager
+def _few_threads(denoiser: Denoiser) -> Iterator[None]:
+    """One PyTorch thread for a small model: more wait for one another longer than they compute."""
+    before = torch.get_num_threads()
+    small = sum(tensor.numel() for tensor in denoiser.buffers()) < _SMALL
+    torch.set_num_threads(1 if small else before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _report(
@@ -431,11 +453,12 @@ def check_against_checkpoint(
             "checkpoint the bundle was exported from"
         )
     denoiser = Denoiser(spec, as_stored(loaded.tensors, bundle.precision))
-    return laws.check_bundle(
-        bundle,
-        recompute=lambda slots: TorchEngine(denoiser, slots, stateless=True),
-        reference=lambda slots: TorchEngine(denoiser, slots),
-        block_counts=block_counts,
-        progress=progress,
-        only=(1, 5),
-    )
+    with _few_threads(denoiser):
+        return laws.check_bundle(
+            bundle,
+            recompute=lambda slots: TorchEngine(denoiser, slots, stateless=True),
+            reference=lambda slots: TorchEngine(denoiser, slots),
+            block_counts=block_counts,
+            progress=progress,
+            only=(1, 5),
+        )

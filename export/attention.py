@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fixedstate.export.layers import linear, rms_norm, rotate
 from fixedstate.export.passinfo import PassInfo
+from fixedstate.plugins.torch_ops import wide
 from fixedstate.spec import LayerSpec
 
 MASKED = -1e30
@@ -64,9 +65,9 @@ def attention(
         q = rotate(q, *info.rotary(sizes.rotary_dim, sizes.rope_theta))
     q = q * sizes.head_dim**-0.5
     grouped = q.reshape(rows, sizes.kv_heads, repeat * tokens, sizes.head_dim)
-    cached = (grouped @ keys.transpose(2, 3)).float()
+    cached = wide(grouped @ keys.transpose(2, 3))
     cached = torch.where(info.cache_mask(keys.shape[2]), cached, MASKED)
-    fresh = (grouped @ k.transpose(2, 3)).float()
+    fresh = wide(grouped @ k.transpose(2, 3))
     mask = info.fresh_mask(layer.direction)
     if mask is not None:
         shape = (rows, sizes.kv_heads, repeat, tokens, tokens)

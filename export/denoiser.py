@@ -17,7 +17,7 @@ from fixedstate.export.attention import attention
 from fixedstate.export.layers import ACTIVATIONS, layer_norm, linear, rms_norm
 from fixedstate.export.mamba2 import mamba2
 from fixedstate.export.passinfo import PassInfo
-from fixedstate.plugins.torch_ops import PLAIN, BlockOps
+from fixedstate.plugins.torch_ops import PLAIN, BlockOps, wide
 from fixedstate.spec import LayerSpec, ModelSpec
 from fixedstate.state import Precision, StateSpec, graph_ports
 
@@ -192,10 +192,10 @@ class Denoiser(nn.Module):
     def _run(self, ids: Tensor, state: State, info: PassInfo) -> tuple[Tensor, dict[str, Tensor]]:
         """All layers: last hidden values [B, T, D] and the states made."""
         spec = self.spec
-        io = _TORCH[self.precision.io]
+        io = self.weight("embedding.weight").dtype
         x = torch.nn.functional.embedding(ids, self.weight("embedding.weight"))
         if spec.residual_fp32:
-            x = x.float()
+            x = wide(x)
         made: dict[str, Tensor] = {}
         for index, layer in enumerate(spec.layers):
             if layer.mixer != "none":
@@ -214,10 +214,10 @@ class Denoiser(nn.Module):
     def _logits(self, x: Tensor) -> Tensor:
         """[B, T, vocab_rows] float32."""
         normed = self._norm(self.spec.norm, self.spec.norm_eps, "norm", x)
-        normed = normed.to(_TORCH[self.precision.io])
+        normed = normed.to(self.weight("embedding.weight").dtype)
         if self.spec.tied_embeddings:
-            return torch.nn.functional.linear(normed, self.weight("embedding.weight")).float()
-        return linear(normed, self.weight("head.weight")).float()
+            return wide(torch.nn.functional.linear(normed, self.weight("embedding.weight")))
+        return wide(linear(normed, self.weight("head.weight")))
 
     def denoise(self, ids: Tensor, state: State, past_length: Tensor | None = None) -> Tensor:
         """Logits of one block on top of a committed state, which is only read.

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
+from fixedstate.plugins.torch_ops import wide
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
     "gelu": functional.gelu,
@@ -29,7 +31,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, groups: int = 1) -> Tensor:
         eps: Added to the mean square.
         groups: Equal parts of the last axis that have a mean square each.
     """
-    xf = x.float()
+    xf = wide(x)
     if groups > 1:
         parts = xf.reshape(*x.shape[:-1], groups, x.shape[-1] // groups)
         normed = (parts / torch.sqrt(parts.pow(2).mean(-1, keepdim=True) + eps)).reshape(x.shape)
@@ -40,7 +42,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, groups: int = 1) -> Tensor:
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """(x - mean) / sqrt(var + eps) * weight + bias over the last axis, in float32."""
-    return functional.layer_norm(x.float(), (x.shape[-1],), weight, bias, eps).to(x.dtype)
+    return functional.layer_norm(wide(x), (x.shape[-1],), weight, bias, eps).to(x.dtype)
 
 
 def rotary_angles(positions: Tensor, rotary_dim: int, theta: float) -> tuple[Tensor, Tensor]:
@@ -69,7 +71,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         sin: Like ``cos``.
     """
     half = cos.shape[-1]
-    xf = x.float()
+    xf = wide(x)
     first, second = xf[..., :half], xf[..., half : 2 * half]
     parts = [first * cos - second * sin, second * cos + first * sin]
     if x.shape[-1] > 2 * half:

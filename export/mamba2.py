@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fixedstate.export.layers import linear, rms_norm
 from fixedstate.export.passinfo import PassInfo
-from fixedstate.plugins.torch_ops import BlockOps
+from fixedstate.plugins.torch_ops import BlockOps, wide
 from fixedstate.spec import LayerSpec, Mamba2Sizes
 
 Weights = dict[str, Tensor]
@@ -83,12 +83,12 @@ def _project(sizes: Mamba2Sizes, weights: Weights, x: Tensor) -> tuple[Tensor, T
     """silu(z) [B, T, E] float32, raw columns [B, T, conv_dim], dt before its bias [B, T, H]."""
     y = linear(x, weights["in_proj.weight"], weights.get("in_proj.bias"))
     z, raw, dt = torch.split(y, [sizes.d_inner, sizes.conv_dim, sizes.heads], -1)
-    return functional.silu(z.float()), raw, dt
+    return functional.silu(wide(z)), raw, dt
 
 
 def _step_size(sizes: Mamba2Sizes, weights: Weights, dt: Tensor) -> Tensor:
     """clamp(softplus(dt + bias), limits), float32."""
-    step = functional.softplus(dt.float() + weights["dt_bias"])
+    step = functional.softplus(wide(dt) + weights["dt_bias"])
     if sizes.dt_min > 0 or sizes.dt_max is not None:
         step = step.clamp(min=sizes.dt_min, max=sizes.dt_max)
     return step
@@ -110,7 +110,7 @@ def _columns(sizes: Mamba2Sizes, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _gated(sizes: Mamba2Sizes, weights: Weights, y: Tensor, gate: Tensor) -> Tensor:
     """Gate and norm, per group: RMSNorm(y * silu(z)), or the norm before the gate, or none."""
     io = y.dtype
-    y = y.reshape(gate.shape).float()
+    y = wide(y.reshape(gate.shape))
     if sizes.gated_norm == "none":
         return (y * gate).to(io)
     weight, eps = weights["norm.weight"], sizes.norm_eps

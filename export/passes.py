@@ -26,6 +26,9 @@ IR_VERSION = 10
 MIN_ONNXRUNTIME = "1.18.0"
 """The first ONNX Runtime that reads opset 21 and IR 10."""
 
+LARGEST_CONSTANT = 4096
+"""Bytes of a constant inside a graph at most; what is larger must be a weight."""
+
 FORBIDDEN = {
     "Attention": "TensorRT before 10.14 has no importer",
     "RMSNormalization": "TensorRT before 10.15 has no importer",
@@ -64,6 +67,7 @@ def finish(model: ir.Model, spec: ModelSpec, precision: Precision, role: str) ->
     inputs, outputs = graph_ports(spec, StateSpec.of(spec, precision), role)
     strip_metadata(model)
     name_weights(model)
+    unfold_transposes(model)
     plain_softplus(model)
     split_projections(model)
     add_functions(model, spec, precision)
@@ -113,6 +117,31 @@ def name_weights(model: ir.Model) -> None:
         if value.const_value is not None:
             value.const_value.name = value.name
         model.graph.register_initializer(value)
+
+
+def unfold_transposes(model: ir.Model) -> None:
+    """A constant that is a weight transposed (a tied head) becomes Transpose(weight) again.
+
+    The exporter folds it, and the weight would stand on disk twice; ONNX Runtime and TensorRT fold
+    it when they load.
+    """
+    initializers = model.graph.initializers
+    weights = [value for name, value in initializers.items() if is_weight(name)]
+    for name, value in list(initializers.items()):
+        if is_weight(name) or value.const_value is None or len(value.const_value.shape) != 2:
+            continue
+        array = value.const_value.numpy()
+        for weight in weights:
+            held = weight.const_value
+            if held is None or held.dtype != value.const_value.dtype:
+                continue
+            turned = held.numpy().T
+            if turned.shape == array.shape and np.array_equal(turned, array):
+                node = ir.node("Transpose", [weight], {"perm": [1, 0]})
+                model.graph.insert_before(model.graph[0], node)
+                ir.convenience.replace_all_uses_with(value, node.outputs[0])
+                del initializers[name]
+                break
 
 
 def plain_softplus(model: ir.Model) -> None:
@@ -293,6 +322,11 @@ def _lint_constant(name: str, value: ir.Value) -> None:
         raise ExportError(f"initialiser {name!r} has no value")
     if is_weight(name):
         return
+    if value.const_value.nbytes > LARGEST_CONSTANT:
+        raise ExportError(
+            f"constant {name!r} has {value.const_value.nbytes} bytes inside the graph: weights "
+            "stand in the weights file; please report this model"
+        )
     _lint_array(f"constant {name!r}", value.const_value.numpy())
 
 

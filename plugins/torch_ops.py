@@ -21,6 +21,11 @@ CHUNK = 64
 """Most tokens in one chunk of the matrix form."""
 
 
+def wide(x: Tensor) -> Tensor:
+    """The value in float32, or as it is where it is float64: what float32 islands compute in."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
 class BlockOps(Protocol):
     """The six operators; shapes as in :mod:`fixedstate.plugins.reference`."""
 
@@ -153,7 +158,7 @@ def _ssd(
     """The matrix form over chunks; float32 inside whatever the io dtype."""
     heads = x.shape[2]
     skip = d if d.ndim == 2 else d[:, None]
-    xf, bf, cf = x.float(), b.float(), c.float()
+    xf, bf, cf = wide(x), wide(b), wide(c)
     v = _chunks(xf * dt[..., None], block_len).transpose(2, 3)  # [B, K, H, c, P]
     log_decay = _chunks(dt * a, block_len).transpose(2, 3)  # [B, K, H, c]
     bk = _chunks(bf, block_len).transpose(2, 3)  # [B, K, G, c, N]

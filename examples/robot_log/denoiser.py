@@ -42,6 +42,7 @@ class Sizes:
     mlp_mamba: int = 0
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
+    slowest: float = 5e-4  # where the slowest decay A starts; training only
 
     def mlp(self, kind: str) -> int:
         """Return the MLP width of a layer kind, 0 for none."""
@@ -84,7 +85,9 @@ class Mamba2(nn.Module):
         )
         # From no decay to speak of to almost none kept: A hardly moves in a short training, while
         # the gate dt is learned soon, so recall reaches as far as the slowest head starts out.
-        self.A_log = nn.Parameter(torch.linspace(math.log(5e-4), math.log(4.0), self.n_heads))
+        self.A_log = nn.Parameter(
+            torch.linspace(math.log(sizes.slowest), math.log(4.0), self.n_heads)
+        )
         dt = torch.exp(torch.empty(self.n_heads).uniform_(math.log(0.03), math.log(0.3)))
         self.dt_bias = nn.Parameter(dt + torch.log(-torch.expm1(-dt)))
         self.D = nn.Parameter(torch.ones(self.n_heads))
@@ -147,6 +150,7 @@ class Mamba2(nn.Module):
         query = c[0].permute(1, 2, 0, 3, 4).flatten(2, 3)  # [B, n, S*L, N]
         carried = (query @ states[:, :-1]).unflatten(2, (streams, length)).permute(2, 0, 1, 3, 4)
         carried = carried.unflatten(-1, (heads, dim)) * prefix.exp().transpose(-1, -2)[..., None]
+        self.largest = states.abs()  # what training may keep small; not carried anywhere
         y = torch.stack([y[0] + carried, y[1]]).flatten(-2)
         y = self.norm(y * F.silu(z)).sum(0)
         return self.out_proj(y), (windows[:, -1], states[:, -1])
@@ -353,6 +357,6 @@ class Denoiser(nn.Module):
 
 PRESETS = {
     "attention": Sizes("aaaa"),
-    "mamba": Sizes("mmmmmm", inner=128),
+    "mamba": Sizes("mmmmmm", inner=128, slowest=0.02),
     "hybrid": Sizes("mmmamm", inner=128),
 }

@@ -57,7 +57,7 @@ def build_tokenizer() -> Tokenizer:
     # character belongs to exactly one piece and concatenation is the inverse.
     heads = "|".join(w for w in words() if w.endswith(" "))
     subjects = "|".join(STATUS)
-    tails = "|".join(sorted({t for tails in STATUS.values() for t in tails}, key=len, reverse=True))
+    tails = "|".join(sorted({t for tails in STATUS.values() for t in tails}, reverse=True))
     kinds = "|".join(KINDS)
     pattern = (
         rf"\b(?:{heads})|\b(?:{subjects})\b| (?:{tails})\b|\b(?:{kinds})_[0-7](?![0-9])"

@@ -340,15 +340,7 @@ def staged_folder(target: Path, *, force: bool = False) -> Iterator[Path]:
         staging.chmod(0o777 & ~umask())
         _sync(staging)
         if target.exists() or target.is_symlink():
-            retired = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".old", dir=parent))
-            target.rename(retired / "old")
-            try:
-                staging.rename(target)
-            except OSError:
-                (retired / "old").rename(target)
-                raise
-            finally:
-                shutil.rmtree(retired, ignore_errors=True)
+            _replace(target, staging)
         else:
             staging.rename(target)
     except OSError as err:
@@ -357,6 +349,24 @@ def staged_folder(target: Path, *, force: bool = False) -> Iterator[Path]:
         ) from err
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+def _replace(target: Path, staging: Path) -> None:
+    """Put the staged folder in the place of an older target, which goes back if that fails."""
+    parent = target.absolute().parent
+    retired = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".old", dir=parent))
+    try:
+        target.rename(retired / "old")
+        try:
+            staging.rename(target)
+        except BaseException:
+            (retired / "old").rename(target)
+            raise
+    except BaseException:
+        with contextlib.suppress(OSError):
+            retired.rmdir()  # empty, or an older target that could not go back: that one stays
+        raise
+    shutil.rmtree(retired, ignore_errors=True)
 
 
 def umask() -> int:

@@ -351,12 +351,10 @@ def unflipped_taps(patch: pytest.MonkeyPatch) -> None:
 
 def wrong_direction(patch: pytest.MonkeyPatch) -> None:
     """Decays of the reverse scan run from the left."""
-    real = bodies._segment_decay
-
-    def decay(body, log_decay, size, reverse=False):
-        return real(body, log_decay, size, False if reverse else reverse)
-
-    patch.setattr(bodies, "_segment_decay", decay)
+    real = bodies._segment_sums
+    patch.setattr(
+        bodies, "_segment_sums", lambda body, a, size, reverse=False: real(body, a, size, False)
+    )
 
 
 def no_carried_state(patch: pytest.MonkeyPatch) -> None:
@@ -826,6 +824,7 @@ def test_EX_13_ports_that_differ_from_the_manifest(graph_f3):
         (np.array([2**31]), "does not fit 32 bits"),
         (np.array([-(2**31) - 1]), "does not fit 32 bits"),
         (np.array([1.0, np.inf], np.float32), "is not finite"),
+        (np.array([np.nan], np.float32), "is not finite"),
         (np.array([-np.inf], np.float16), "is not finite"),
     ],
 )
@@ -840,6 +839,15 @@ def test_EX_13_constants_fit_their_type(graph_f3, array, words):
     node = ir.Node("", "Constant", [], [ir.AttrTensor("value", ir.tensor(array))], name="made")
     model_.graph.insert_before(next(iter(model_.graph)), node)
     with pytest.raises(ExportError, match=f"'made' .* attribute 'value' {words}"):
+        check()
+
+
+def test_EX_13_weights_do_not_hide_in_the_graph(graph_f3):
+    """A large constant is a weight that somebody copied."""
+    model_, check = graph_f3
+    value = ir.Value(name="c999", const_value=ir.tensor(np.ones(2000, np.float32), name="c999"))
+    model_.graph.register_initializer(value)
+    with pytest.raises(ExportError, match="'c999' has 8000 bytes inside the graph"):
         check()
 
 

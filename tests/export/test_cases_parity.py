@@ -17,24 +17,25 @@ from fixedstate.bundle import PARITY, WEIGHTS, Bundle
 from fixedstate.errors import ParityError, SpecError
 from fixedstate.export import parity
 from fixedstate.export.checkpoint import load_checkpoint
-from fixedstate.export.denoiser import Denoiser
+from fixedstate.export.denoiser import Denoiser, as_stored
 from fixedstate.ports import Array
 from fixedstate.runtime import Request, Settings, load, ort
 from fixedstate.runtime.compare import Tolerance, compare
 from fixedstate.runtime.decoder import open_engine
-from fixedstate.state import StateSpec, graph_ports
+from fixedstate.state import Precision, StateSpec, graph_ports
 
 FOUR = ("F2", "F3", "F4", "F2-forward")
 
 
 @pytest.fixture(scope="session")
 def denoiser(checkpoint_path) -> Callable[[str], Denoiser]:
-    """What is right, by name."""
+    """What is right, by name and precision of the weights."""
 
     @functools.cache
-    def make(name: str) -> Denoiser:
+    def make(name: str, precision: str = "fp32") -> Denoiser:
         loaded = load_checkpoint(checkpoint_path(name))
-        return Denoiser(loaded.spec, loaded.tensors)
+        stored = as_stored(loaded.tensors, Precision.named(precision))
+        return Denoiser(loaded.spec, stored)
 
     return make
 
@@ -130,7 +131,7 @@ def test_VE_05_the_report_says_what_was_compared(bundle_path, name):
     folder = bundle_path(name, single_graph=True) if name == "F3" else bundle_path(name)
     report = json.loads((folder / PARITY).read_text())
     assert report["passed"]
-    assert report["reference"] == "PyTorch float32 on cpu"
+    assert report["reference"].startswith("PyTorch float32 on cpu")
     assert "provider cpu" in report["candidate"]
     assert report["tolerance"] == Tolerance.of("fp32").to_dict()
     assert report["tolerance"]["overridden"] is False
@@ -213,7 +214,7 @@ def test_OR_09_half_precision_is_run_and_compared(bundle_path, denoiser, name):
     assert {port.past.dtype for port in bundle.state.ports if port.kind != "ssm"} == {"float16"}
     assert {p.past.dtype for p in bundle.state.ports if p.kind == "ssm"} <= {"float32"}
     half = open_engine(bundle, threads=1, slots=2)
-    right = parity.TorchEngine(denoiser(name), 2)
+    right = parity.TorchEngine(denoiser(name, "fp16"), 2)
     rng = np.random.default_rng(0)
     tolerance = Tolerance.of("fp16")
     for block in range(3):

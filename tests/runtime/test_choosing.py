@@ -276,7 +276,7 @@ def test_unit_interval_holds_neither_0_nor_1():
         ([0, 1, 1, 1], 2.0**-54, 1),
         ([0.25, 0.75], 0.25, 1),
         ([0.25, 0.75], 0.2499, 0),
-        ([1e-38, 1e-38], 0.75, 1),
+        ([2e-38, 2e-38], 0.75, 1),  # about the smallest normal float32
     ],
 )
 def test_draw_never_takes_what_has_no_weight(weights, u, index):

@@ -7,6 +7,7 @@ state is kept between calls.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 
 import torch
@@ -135,6 +136,17 @@ class Denoiser(nn.Module):
             delattr(self, attribute)
         self.register_buffer(attribute, tensor, persistent=False)
         self._names[name] = attribute
+
+    def at(self, precision: Precision) -> Denoiser:
+        """A copy that computes at another precision, its islands still in float32."""
+        other = copy.deepcopy(self)
+        other.precision = precision
+        other.state_spec = StateSpec.of(self.spec, precision)
+        for name, attribute in self._names.items():
+            if not _is_island(name):
+                buffer: Tensor = getattr(self, attribute)
+                setattr(other, attribute, buffer.to(_TORCH[precision.io]))
+        return other
 
     def weight(self, name: str) -> Tensor:
         """A stored tensor by its layout name."""

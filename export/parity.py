@@ -5,9 +5,10 @@ sizes, block counts and ragged commit lengths, a past length per row and garbage
 *Trajectories*: both sides carry their own state over several blocks of real tokens, and denoise
 half-masked canvases in between.
 
-Where float32 itself has no more digits (a sharp softmax, a scan state of some hundreds), the two
-differ by more than the tolerance though neither is wrong. Such a port is judged by PyTorch in
-float64: ONNX passes if it is not further from it than PyTorch's own float32, times a small factor.
+Where a precision itself has no more digits (a sharp softmax, a scan state of some hundreds), the
+two differ by more than the tolerance though neither is wrong. Such a port is judged by PyTorch in
+float64: ONNX passes if it is not further from it than PyTorch at the bundle's own precision, times
+a small factor.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from fixedstate.runtime.compare import (
 from fixedstate.runtime.ort import open_sessions
 from fixedstate.runtime.session import Session
 from fixedstate.spec import ModelSpec
+from fixedstate.state import Precision
 
 BATCHES = (1, 2, 5)
 BLOCKS = (1, 2, 7)
@@ -56,7 +58,8 @@ SAMPLE = (
 
 
 JUDGE_FACTOR = 4.0
-"""How much further from float64 than PyTorch's float32 a port may be: another order of sums."""
+"""How much further from float64 than PyTorch at the same precision a port may be: another order of
+sums. The relative tolerance is stretched by the same factor and not more."""
 
 Side = dict[str, Array]
 """Arrays by port name."""
@@ -97,13 +100,13 @@ class Trial:
         return {**out, "judged_by_float64": self.judged} if self.judged else out
 
 
-def judge(result: Comparison, exact: Side, reference: Side, candidate: Side) -> Trial:
+def judge(result: Comparison, exact: Side, peer: Side, candidate: Side) -> Trial:
     """A trial whose ports beyond the tolerance are judged by float64.
 
     Args:
         result: The comparison of reference and candidate; its candidate label names the trial.
-        exact: The reference in float64.
-        reference: PyTorch in float32.
+        exact: PyTorch in float64.
+        peer: PyTorch at the bundle's precision.
         candidate: The exported graph.
     """
     judged = {}
@@ -112,9 +115,10 @@ def judge(result: Comparison, exact: Side, reference: Side, candidate: Side) -> 
             continue
         truth = exact[port.name].astype(np.float64)
         ours = float(np.abs(candidate[port.name] - truth).max())
-        theirs = float(np.abs(reference[port.name] - truth).max())
-        close = ours <= JUDGE_FACTOR * theirs and port.max_rel <= result.tolerance.relative
-        judged[port.name] = {"candidate": ours, "pytorch_float32": theirs, "passed": close}
+        theirs = float(np.abs(peer[port.name].astype(np.float64) - truth).max())
+        within = port.max_rel <= JUDGE_FACTOR * result.tolerance.relative
+        close = within and ours <= JUDGE_FACTOR * theirs
+        judged[port.name] = {"candidate": ours, "pytorch": theirs, "passed": close}
     return Trial(result.candidate, result, judged)
 
 
@@ -163,11 +167,11 @@ def _compare_graphs(
         if progress is not None:
             progress(f"comparing {role} with PyTorch")
         rng = np.random.default_rng(seed)
-        trials += _single_passes(bundle.spec, role, session, denoiser, rng, tolerance)
+        trials += _single_passes(bundle.spec, role, session, denoiser, rng, bundle.precision)
     if {"denoise", "commit"} <= set(sessions):
         if progress is not None:
             progress("comparing a trajectory with PyTorch")
-        trials += _trajectory(sessions, denoiser, ids, tolerance)
+        trials += _trajectory(sessions, denoiser, ids, bundle.precision)
     return _report(bundle, trials, tolerance, kind)
 
 
@@ -245,8 +249,9 @@ def _single_passes(
     session: Session,
     denoiser: Denoiser,
     rng: np.random.Generator,
-    tolerance: Tolerance,
+    precision: Precision,
 ) -> Iterator[Trial]:
+    tolerance = Tolerance.of(precision.name)
     graph = RoleGraph(denoiser, role.partition("@")[0])
     for rows in BATCHES:
         for blocks in BLOCKS if role.startswith("commit") else (1,):
@@ -274,11 +279,13 @@ def _single_passes(
             _cut(expected, found, commit_length)
             result = compare(expected, found, tolerance, labels=("PyTorch", place))
             exact: Side = {}
+            peer: Side = {}
             if not result.passed:
                 wide = RoleGraph(_in_float64(denoiser), graph.role)
                 exact = run_torch(wide, feeds, np.float64)
-                _cut(exact, {}, commit_length)
-            yield judge(result, exact, expected, found)
+                peer = run_torch(RoleGraph(denoiser.at(precision), graph.role), feeds, None)
+                _cut(exact, peer, commit_length)
+            yield judge(result, exact, peer, found)
 
 
 _HISTORY = 3
@@ -325,48 +332,58 @@ def _cut(expected: Side, found: Side, lengths: Array) -> None:
                 arrays[name] = array
 
 
-def run_torch(graph: RoleGraph, feeds: Mapping[str, Array], dtype: Any = np.float32) -> Side:
-    """The outputs of a role in PyTorch, by port name, from arrays in any float dtype."""
+def run_torch(graph: RoleGraph, feeds: Mapping[str, Array], dtype: Any | None = np.float32) -> Side:
+    """The outputs of a role in PyTorch, by port name.
+
+    Args:
+        graph: The role.
+        feeds: Its inputs in any float dtype.
+        dtype: What float inputs are cast to; None for each port's own.
+    """
     tensors = []
     for port in graph.inputs:
         array = feeds[port.name]
-        wide = array.astype(dtype) if array.dtype.kind == "f" else array
-        tensors.append(torch.from_numpy(np.ascontiguousarray(wide)))
+        if array.dtype.kind == "f":
+            array = array.astype(port.dtype if dtype is None else dtype)
+        tensors.append(torch.from_numpy(np.ascontiguousarray(array)))
     with torch.inference_mode():
         results = graph(*tensors)
     return {port.name: result.numpy() for port, result in zip(graph.outputs, results, strict=True)}
 
 
 def _trajectory(
-    sessions: Mapping[str, Session], denoiser: Denoiser, ids: Array, tolerance: Tolerance
+    sessions: Mapping[str, Session], denoiser: Denoiser, ids: Array, precision: Precision
 ) -> Iterator[Trial]:
     """Every side carries its own state over blocks of real tokens."""
+    tolerance = Tolerance.of(precision.name)
     spec = denoiser.spec
     length = spec.block_len
     exact = _TorchSide(_in_float64(denoiser), np.float64)
-    sides: list[_Carried] = [_TorchSide(denoiser), _SessionSide(denoiser, sessions), exact]
+    peer = _TorchSide(denoiser.at(precision), None)
+    sides: list[_Carried] = [_TorchSide(denoiser), _SessionSide(denoiser, sessions), exact, peer]
     for block in range(TRAJECTORY_BLOCKS):
         piece = ids[None, block * length : (block + 1) * length]
         canvas = piece.copy()
         canvas[:, length // 2 :] = spec.mask_id if spec.mask_id is not None else 0
         for step, run in (("denoise", _Carried.denoise), ("commit", _Carried.commit)):
             tokens = canvas if step == "denoise" else piece
-            torch32, found, torch64 = (run(side, tokens) for side in sides)
+            torch32, found, torch64, same = (run(side, tokens) for side in sides)
             place = f"trajectory block {block} {step}"
             result = compare(torch32, found, tolerance, labels=("PyTorch", place))
-            yield judge(result, torch64, torch32, found)
+            yield judge(result, torch64, same, found)
 
 
 class _Carried:
     """One row's state carried by one back end; subclasses run the passes."""
 
-    def __init__(self, denoiser: Denoiser, dtype: Any = np.float32) -> None:
+    def __init__(self, denoiser: Denoiser, dtype: Any | None = np.float32) -> None:
         self.denoiser = denoiser
         self.dtype = dtype
+        kept = np.float64 if dtype == np.float64 else np.float32
         self.past = 0
         columns = TRAJECTORY_BLOCKS * denoiser.spec.block_len
         self.state = {
-            port.suffix: np.zeros(port.past.resolve(B=1, C=columns), dtype)
+            port.suffix: np.zeros(port.past.resolve(B=1, C=columns), kept)
             for port in denoiser.state_spec.ports
         }
 
@@ -392,7 +409,7 @@ class _Carried:
         """Carry a block into the state; give what the pass made."""
         made = self.run("commit", self._feeds("commit", ids))
         for port in self.denoiser.state_spec.ports:
-            new = made[port.present.name].astype(self.dtype)
+            new = made[port.present.name].astype(self.state[port.suffix].dtype)
             if port.update == "swap":
                 self.state[port.suffix] = new
             else:
@@ -552,10 +569,16 @@ def check_against_checkpoint(
         "stop_ids": spec.stop_ids,
     }
     loaded = load_checkpoint(checkpoint, **published)  # type: ignore[arg-type]
-    if loaded.spec != spec:
+    changed = sorted(
+        name
+        for name, digest in bundle.source.files.items()
+        if loaded.source.files.get(name) != digest
+    )
+    if loaded.spec != spec or changed:
+        what = f"the files {', '.join(changed)}" if changed else "their models"
         raise SpecError(
-            f"{checkpoint} is not the checkpoint of {bundle.path}: their models differ; give the "
-            "checkpoint the bundle was exported from"
+            f"{checkpoint} is not the checkpoint of {bundle.path}: {what} differ; give the "
+            "checkpoint the bundle was exported from, or export again"
         )
     denoiser = Denoiser(spec, as_stored(loaded.tensors, bundle.precision))
     with _few_threads(denoiser):

@@ -150,7 +150,6 @@ class Mamba2(nn.Module):
         query = c[0].permute(1, 2, 0, 3, 4).flatten(2, 3)  # [B, n, S*L, N]
         carried = (query @ states[:, :-1]).unflatten(2, (streams, length)).permute(2, 0, 1, 3, 4)
         carried = carried.unflatten(-1, (heads, dim)) * prefix.exp().transpose(-1, -2)[..., None]
-        self.largest = states.abs()  # what training may keep small; not carried anywhere
         y = torch.stack([y[0] + carried, y[1]]).flatten(-2)
         y = self.norm(y * F.silu(z)).sum(0)
         return self.out_proj(y), (windows[:, -1], states[:, -1])

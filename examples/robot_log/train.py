@@ -223,20 +223,6 @@ def optimizers(model: Denoiser, lr: float) -> list[torch.optim.Optimizer]:
     return [muon, torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.98), weight_decay=0.0)]
 
 
-def state_excess(model: Denoiser, limit: float) -> Tensor:
-    """Penalty on carried scan states beyond a limit; 0 for a limit of infinity.
-
-    A small state keeps its digits: rounding errors of float32 grow with what is carried.
-    """
-    excess = torch.zeros(())
-    if limit < float("inf"):
-        for layer in model.layers:
-            if isinstance(layer.mixer, Mamba2):
-                over = F.relu(layer.mixer.largest - limit)
-                excess = excess + over.pow(2).mean() + 0.1 * over.amax()
-    return excess
-
-
 def train(args: argparse.Namespace) -> bool:
     """Train until the step or time budget is spent; a checkpoint is written on the way.
 
@@ -297,7 +283,7 @@ def train(args: argparse.Namespace) -> bool:
         logits, target = model.logits(hidden), batch.clean[chosen]
         each = F.cross_entropy(logits, target, reduction="none")
         loss = (each * batch.weight[chosen]).sum() / batch.weight.numel()
-        (loss + state_excess(model, args.state_limit)).backward()
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for opt in opts:
             opt.step()
@@ -343,12 +329,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--report", type=int, default=50, help="steps between progress lines")
     parser.add_argument("--resume", action="store_true")
-    parser.add_argument(
-        "--state-limit",
-        type=float,
-        default=float("inf"),
-        help="size of carried scan states above which they are penalised; not with --compile",
-    )
     parser.add_argument("--compile", action="store_true", help="needs a C++ compiler; faster")
     parser.add_argument("--selfcheck", action="store_true", help="check the training form and stop")
     args = parser.parse_args(argv)

@@ -138,7 +138,7 @@ def products(spec: ModelSpec, threads: int) -> Callable[[], object]:
     )
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    options.add_session_config_entry("session.force_spinning_stop", "1")
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "floor.onnx")
         ir.save(ir.Model(graph, ir_version=10), file, external_data="floor.data")

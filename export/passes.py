@@ -158,10 +158,15 @@ def plain_softplus(model: ir.Model) -> None:
             ir.convenience.replace_all_uses_with(node.outputs[0], soft.outputs[0])
 
 
-def split_projections(model: ir.Model) -> None:
-    """Split(MatMul(x, W)) becomes one MatMul per part: the same sums without copying them apart.
+NARROW = 64
+"""Columns below which a product of its own costs more than copying its neighbour apart."""
 
-    Column j of a product depends on column j of W alone, so nothing else changes.
+
+def split_projections(model: ir.Model) -> None:
+    """Split(MatMul(x, W)) becomes one MatMul per wide part: the same sums, not copied apart.
+
+    Column j of a product depends on column j of W alone, so nothing else changes. A narrow part
+    stays with the part before it.
     """
     for node in list(model.graph):
         if node.op_type != "Split" or node.inputs[0] is None or node.inputs[1] is None:
@@ -174,20 +179,58 @@ def split_projections(model: ir.Model) -> None:
         if weight is None or weight.const_value is None or len(whole.uses()) != 1:
             continue
         start = 0
-        for place, size in enumerate(int(v) for v in sizes.numpy()):
-            columns = weight.const_value.numpy()[:, start : start + size]
-            start += size
-            name = f"{weight.name}.{place}"
-            if name not in model.graph.initializers:
-                data = ir.tensor(np.ascontiguousarray(columns), name=name)
-                model.graph.register_initializer(
-                    ir.Value(
-                        name=name, const_value=data, type=weight.type, shape=ir.Shape(columns.shape)
-                    )
-                )
-            part = ir.node("MatMul", [product.inputs[0], model.graph.initializers[name]])
+        for places in _wide_groups([int(v) for v in sizes.numpy()]):
+            widths = [int(sizes.numpy()[place]) for place in places]
+            end = start + sum(widths)
+            columns = _columns(model, weight, places[0], start, end)
+            start = end
+            part = ir.node("MatMul", [product.inputs[0], columns])
             model.graph.insert_before(node, part)
-            ir.convenience.replace_all_uses_with(node.outputs[place], part.outputs[0])
+            values = [part.outputs[0]]
+            if len(places) > 1:
+                cut = _constant(model, widths)
+                apart = ir.node(
+                    "Split", [values[0], cut], attributes={"axis": -1}, num_outputs=len(places)
+                )
+                model.graph.insert_before(node, apart)
+                values = list(apart.outputs)
+            for place, value in zip(places, values, strict=True):
+                ir.convenience.replace_all_uses_with(node.outputs[place], value)
+
+
+def _wide_groups(sizes: list[int]) -> list[list[int]]:
+    """Places of the parts, narrow ones together with the part before them."""
+    groups: list[list[int]] = []
+    for place, size in enumerate(sizes):
+        if groups and size < NARROW:
+            groups[-1].append(place)
+        else:
+            groups.append([place])
+    return groups
+
+
+def _columns(model: ir.Model, weight: ir.Value, place: int, start: int, end: int) -> ir.Value:
+    """Some columns of a weight as a weight of its own."""
+    name = f"{weight.name}.{place}"
+    if name not in model.graph.initializers:
+        assert weight.const_value is not None
+        data = np.ascontiguousarray(weight.const_value.numpy()[:, start:end])
+        value = ir.Value(
+            name=name,
+            const_value=ir.tensor(data, name=name),
+            type=weight.type,
+            shape=ir.Shape(data.shape),
+        )
+        model.graph.register_initializer(value)
+    return model.graph.initializers[name]
+
+
+def _constant(model: ir.Model, values: list[int]) -> ir.Value:
+    name = f"sizes_{'_'.join(str(v) for v in values)}"
+    if name not in model.graph.initializers:
+        tensor = ir.tensor(np.asarray(values, np.int64), name=name)
+        model.graph.register_initializer(ir.Value(name=name, const_value=tensor))
+    return model.graph.initializers[name]
 
 
 def add_functions(model: ir.Model, spec: ModelSpec, precision: Precision) -> None:
@@ -196,6 +239,8 @@ def add_functions(model: ir.Model, spec: ModelSpec, precision: Precision) -> Non
     taps = [one.d_conv for one in sizes if one.d_conv > 1]
     wide_skip = any(one.d_has_hdim for one in sizes)
     one_group = all(one.groups == 1 for one in sizes)
+    widths = {one.conv_dim for one in sizes}
+    channels = widths.pop() if len(widths) == 1 else None
     used: set[str] = set()
     for node in model.graph.all_nodes():
         if node.domain != DOMAIN:
@@ -206,7 +251,9 @@ def add_functions(model: ir.Model, spec: ModelSpec, precision: Precision) -> Non
         node.attributes["block_len"] = ir.AttrInt64("block_len", spec.block_len)
     for name in OPS:
         if name in used:
-            body = function_body(name, spec.block_len, precision.io, taps, wide_skip, one_group)
+            body = function_body(
+                name, spec.block_len, precision.io, taps, wide_skip, one_group, channels
+            )
             model.functions[body.identifier()] = body
 
 

@@ -119,6 +119,7 @@ def function_body(
     taps: Sequence[int] = (),
     wide_skip: bool = False,
     one_group: bool = False,
+    channels: int | None = None,
 ) -> ir.Function:
     """The model-local function of one operator.
 
@@ -129,42 +130,67 @@ def function_body(
         taps: The different K of the model's convolutions.
         wide_skip: Whether any layer's D has one weight per channel, [H, P], rather than per head.
         one_group: Whether every layer's B and C are shared by all of its heads.
+        channels: Channels of every convolution of the model; None where they differ.
 
     Returns:
         A function whose nodes are standard ops of opset 21.
     """
     body = _Body(name, io)
     if name.startswith("CausalConv"):
-        return _conv(body, block_len, sorted(set(taps)))
+        return _conv(body, block_len, sorted(set(taps)), channels)
     return _ssd(body, block_len, wide_skip, one_group)
 
 
 # --- causal convolution -----------------------------------------------------------------------
 
 
-def _conv(body: _Body, block_len: int, taps: Sequence[int]) -> ir.Function:
-    """K shifted products: faster than a grouped Conv, and no transposes of the tokens."""
+def _conv(body: _Body, block_len: int, taps: Sequence[int], channels: int | None) -> ir.Function:
+    """One grouped Conv where all layers have as many channels and taps, else K shifted products.
+
+    The tokens stay [B, T, C]: transposes around a four-dimensional depthwise Conv vanish into the
+    blocked layout that ONNX Runtime gives it, less than half the time of the shifted products.
+    """
     most = taps[-1]
-    mixed = len(taps) > 1
-    x, weight, bias = (body.inputs[n] for n in ("x", "weight", "bias"))
-    reverse = body.schema.name == "CausalConvReverse"
-    rows = body.transpose(_widen(body, weight, most) if mixed else weight, 1, 0)  # [K, C]
-    tap = body.ops("Split", most, rows, axis=0, num_outputs=most)
-    if reverse:
+    x = body.inputs["x"]
+    if body.schema.name == "CausalConvReverse":
         blocks = body.op("Reshape", x, _block_shape(body, x, block_len))
-        pads = body.const([0, 0, 0, 0, most - 1, 0])
-        full = body.op("Pad", blocks, pads)
-        y = _taps(body, full, list(reversed(tap)), bias, block_len)
+        full = body.op("Pad", blocks, body.const([0, 0, 0, 0, most - 1, 0]))
+        y = _convolved(body, full, most, block_len, channels, len(taps) > 1, reverse=True)
         return body.function([body.op("Reshape", y, body.op("Shape", x))])
+    mixed = len(taps) > 1
     state = body.inputs["state"]
     window = _widen(body, state, most - 1) if mixed else state
     full = body.op("Concat", body.transpose(window, 0, 2, 1), x, axis=1)  # [B, K-1+T, C]
     denoise = body.schema.name == "CausalConvDenoise"
     tokens: int | ir.Value = block_len if denoise else body.dims(x, 1, 2)
-    y = _taps(body, full, tap, bias, tokens, last=x)
-    if denoise:
-        return body.function([y])
-    return body.function([y, _window(body, full, most, mixed)])
+    y = _convolved(body, full, most, tokens, channels, mixed)
+    return body.function([y] if denoise else [y, _window(body, full, most, mixed)])
+
+
+def _convolved(
+    body: _Body,
+    full: ir.Value,
+    most: int,
+    tokens: int | ir.Value,
+    channels: int | None,
+    mixed: bool,
+    reverse: bool = False,
+) -> ir.Value:
+    """silu(bias + sum over k of tap_k * full[:, k:k+tokens]); ``reverse`` turns the taps round."""
+    weight, bias = body.inputs["weight"], body.inputs["bias"]
+    rows = _widen(body, weight, most) if mixed else weight  # [C, K]
+    if channels is None or mixed:
+        tap = body.ops("Split", most, body.transpose(rows, 1, 0), axis=0, num_outputs=most)
+        y = _taps(body, full, list(reversed(tap)) if reverse else tap, bias, tokens)
+    else:
+        if reverse:
+            turned = body.const(np.arange(most)[::-1])
+            rows = body.op("Gather", rows, turned, axis=1)
+        kernel = body.unsqueeze(rows, 1, 2)  # [C, 1, 1, K]
+        image = body.transpose(body.unsqueeze(full, 1), 0, 3, 1, 2)  # [B, C, 1, T]
+        y = body.op("Conv", image, kernel, bias, group=channels, kernel_shape=[1, most])
+        y = body.op("Squeeze", body.transpose(y, 0, 2, 3, 1), body.const([1]))
+    return body.op("Mul", y, body.op("Sigmoid", y))
 
 
 def _widen(body: _Body, value: ir.Value, columns: int) -> ir.Value:
@@ -186,20 +212,13 @@ def _taps(
     tap: Sequence[ir.Value],
     bias: ir.Value,
     tokens: int | ir.Value,
-    last: ir.Value | None = None,
 ) -> ir.Value:
-    """silu(bias + sum over k of tap_k * full[:, k:k+tokens])."""
-    total = None
+    """Bias + sum over k of tap_k * full[:, k:k+tokens]."""
+    total = bias
     for k, one in enumerate(tap):
-        if k == len(tap) - 1 and last is not None:
-            part = last
-        else:
-            end = k + tokens if isinstance(tokens, int) else body.op("Add", tokens, body.const([k]))
-            part = body.slice(full, 1, k, end)
-        product = body.op("Mul", part, one)
-        total = body.op("Add", product, bias if total is None else total)
-    assert total is not None
-    return body.op("Mul", total, body.op("Sigmoid", total))
+        end = k + tokens if isinstance(tokens, int) else body.op("Add", tokens, body.const([k]))
+        total = body.op("Add", body.op("Mul", body.slice(full, 1, k, end), one), total)
+    return total
 
 
 def _window(body: _Body, full: ir.Value, most: int, mixed: bool) -> ir.Value:
@@ -234,17 +253,18 @@ def _ssd(body: _Body, block_len: int, wide_skip: bool, one_group: bool) -> ir.Fu
     lead = -1 if reverse else 0
     cut = _Cut(body, block_len, size, lead, per_block == 1 and not commit, one_group)
     v = cut.heads(x)  # [B', K, H, c, P]
-    step = cut.steps(dt)  # [B', K, H, c]
-    log_decay = cut.steps(body.op("Mul", dt, body.inputs["a"]))  # [B', K, H, c]
+    step = body.unsqueeze(cut.steps(dt), -2)  # [B', K, H, 1, c]
+    log_decay = body.op("Mul", step, body.reshape(body.inputs["a"], -1, 1, 1))
     bk, ck = cut.heads(b), cut.heads(c)  # [B', K, G, c, N]
     # unmasked: a token that does not reach another has an empty sum, and the score is 0 there
-    decay = body.op("Exp", _segment_sums(body, log_decay, size, reverse))  # [B', K, H, c, c]
+    upto, sums = _segment_sums(body, log_decay, size, reverse)
+    decay = body.op("Exp", sums)  # [B', K, H, c, c]
+    reach = np.tri(size, dtype=np.float32)
+    reached = body.const(reach.T if reverse else reach, np.float32)
     score = body.op("MatMul", ck, cut.swap_last(bk))  # [B', K, G, c, c]
-    reach = np.tri(size, dtype=np.bool_)
-    reached = body.const(reach.T if reverse else reach, np.bool_)
-    score = body.op("Where", reached, score, body.const(0.0, np.float32))
+    score = body.op("Mul", score, reached)
     # dt and the skip go into the matrix: [c, c] per head is smaller than [c, P]
-    weighted = body.op("Mul", decay, body.unsqueeze(step, -2))
+    weighted = body.op("Mul", decay, step)
     mix = cut.by_head(body.op("Mul", cut.by_group(weighted, b), cut.spread(score)), decay)
     if not wide_skip:
         eye = body.const(np.eye(size), np.float32)
@@ -258,7 +278,7 @@ def _ssd(body: _Body, block_len: int, wide_skip: bool, one_group: bool) -> ir.Fu
             entering = state
         else:
             local = _local(body, cut, weighted, bk, v, b, size, reverse)
-            total = body.op("ReduceSum", log_decay, body.const([3]), keepdims=0)  # [B', K, H]
+            total = body.op("ReduceSum", log_decay, body.const([3, 4]), keepdims=0)  # [B', K, H]
             total = body.transpose(total, 0, 2, 1)
             if reverse:
                 entering = _carry_reverse(body, local, total, per_block)
@@ -267,10 +287,9 @@ def _ssd(body: _Body, block_len: int, wide_skip: bool, one_group: bool) -> ir.Fu
                 count = None if commit else per_block
                 entering, final = _carry(body, local, total, state, count)
         read = body.op("MatMul", cut.spread(ck), cut.by_group(entering, b))
-        upto = np.tri(size, dtype=np.float32)  # (t, r): r <= t
-        sums = body.op("MatMul", log_decay, body.const(upto if reverse else upto.T, np.float32))
-        grown = body.op("Exp", sums)
-        y = body.op("Add", y, body.op("Mul", body.unsqueeze(grown, -1), cut.by_head(read, y)))
+        # row sums of what the segment sums were made of: log decays up to each token
+        grown = body.op("Exp", body.op("MatMul", upto, body.const(np.ones((size, 1)), np.float32)))
+        y = body.op("Add", y, body.op("Mul", grown, cut.by_head(read, y)))
     y = cut.join(y, body.inputs["x"])
     if wide_skip:
         heads = body.dims(body.inputs["a"], 0, 1)
@@ -370,8 +389,12 @@ class _Cut:
         return body.op("Reshape", value, body.op("Shape", x))
 
 
-def _segment_sums(body: _Body, log_decay: ir.Value, size: int, reverse: bool = False) -> ir.Value:
-    """Log decays between tokens, [..., c] -> [..., c, c]; 0 where a token does not reach another.
+def _segment_sums(
+    body: _Body, log_decay: ir.Value, size: int, reverse: bool = False
+) -> tuple[ir.Value, ir.Value]:
+    """Log decays between tokens, [..., 1, c] -> [..., c, c]; 0 where one does not reach another.
+
+    Also gives, first, what they are sums of: row t holds the log decays up to token t.
 
     Sums of the steps in between by one product with a triangular matrix, never differences of
     prefix sums: no sum is ever positive.
@@ -380,8 +403,8 @@ def _segment_sums(body: _Body, log_decay: ir.Value, size: int, reverse: bool = F
     after = np.tri(size, k=-1, dtype=np.float32)  # (r, s): r > s
     if reverse:
         tri, after = tri.T, after.T
-    spread = body.op("Mul", body.unsqueeze(log_decay, -2), body.const(tri, np.float32))
-    return body.op("MatMul", spread, body.const(after, np.float32))
+    spread = body.op("Mul", log_decay, body.const(tri, np.float32))
+    return spread, body.op("MatMul", spread, body.const(after, np.float32))
 
 
 def _chunk_decay(
@@ -394,7 +417,7 @@ def _chunk_decay(
     zero = body.const(0.0, np.float32)
     if isinstance(size, int):
         reach = np.tri(size, dtype=np.bool_)
-        sums = _segment_sums(body, log_decay, size, reverse)
+        _, sums = _segment_sums(body, body.unsqueeze(log_decay, -2), size, reverse)
         reached = body.const(reach.T if reverse else reach, np.bool_)
         return body.op("Where", reached, body.op("Exp", sums), zero)
     assert not reverse

@@ -289,7 +289,7 @@ def _options(threads: int | None, optimization: str) -> ort.SessionOptions:
     # only if the first session of the process asks for it.
     options.add_session_config_entry("session.set_denormal_as_zero", "1")
     # Between passes the loop computes; spinning threads would take its cores.
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    options.add_session_config_entry("session.force_spinning_stop", "1")
     return options
 
 

@@ -118,13 +118,15 @@ def test_conv_bodies_equal_the_loop(taps: int) -> None:
         inputs["x"], inputs["weight"], inputs["bias"], block_len=16
     )
     for others in ([taps], [taps, 8], [2, taps, 8]):
-        y, new = run_op("CausalConvCommit", inputs, 16, taps=others)
-        np.testing.assert_allclose(y, expected, atol=TOLERANCE)
-        np.testing.assert_array_equal(new, window.astype(np.float32))
-        (y,) = run_op("CausalConvDenoise", inputs, 32, taps=others)
-        np.testing.assert_allclose(y, expected, atol=TOLERANCE)
-        (y,) = run_op("CausalConvReverse", inputs, 16, taps=others)
-        np.testing.assert_allclose(y, reverse, atol=TOLERANCE)
+        for channels in (None, 12):
+            model = {"taps": others, "channels": channels}
+            y, new = run_op("CausalConvCommit", inputs, 16, **model)
+            np.testing.assert_allclose(y, expected, atol=TOLERANCE)
+            np.testing.assert_array_equal(new, window.astype(np.float32))
+            (y,) = run_op("CausalConvDenoise", inputs, 32, **model)
+            np.testing.assert_allclose(y, expected, atol=TOLERANCE)
+            (y,) = run_op("CausalConvReverse", inputs, 16, **model)
+            np.testing.assert_allclose(y, reverse, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("name", ["SsdBlockDenoise", "SsdBlockCommit", "SsdBlockReverse"])

@@ -169,7 +169,7 @@ def loop_share(bundle: Bundle, threads: int, tokens: int) -> dict[str, float]:
     OrtBinding.run = timed  # type: ignore[method-assign]
     try:
         with load(bundle.path, threads=threads, verify_weights=False) as decoder:
-            ids = tuple(int(i) for i in np.random.default_rng(0).integers(0, 100, 40))
+            ids = tuple(int(i) for i in np.random.default_rng(0).integers(10, 100, 40))
             settings = Settings(max_new_tokens=tokens, steps=8, stop_ids=())
             decoder.generate([Request(ids, settings)])
             inside = 0.0

@@ -177,8 +177,9 @@ def _convolved(
     reverse: bool = False,
 ) -> ir.Value:
     """silu(bias + sum over k of tap_k * full[:, k:k+tokens]); ``reverse`` turns the taps round."""
-    weight, bias = body.inputs["weight"], body.inputs["bias"]
-    rows = _widen(body, weight, most) if mixed else weight  # [C, K]
+    weight, bias = body.inputs["weight"], body.float(body.inputs["bias"])
+    rows = body.float(_widen(body, weight, most) if mixed else weight)  # [C, K]
+    full = body.float(full)
     if channels is None or mixed:
         tap = body.ops("Split", most, body.transpose(rows, 1, 0), axis=0, num_outputs=most)
         y = _taps(body, full, list(reversed(tap)) if reverse else tap, bias, tokens)
@@ -190,7 +191,7 @@ def _convolved(
         image = body.transpose(body.unsqueeze(full, 1), 0, 3, 1, 2)  # [B, C, 1, T]
         y = body.op("Conv", image, kernel, bias, group=channels, kernel_shape=[1, most])
         y = body.op("Squeeze", body.transpose(y, 0, 2, 3, 1), body.const([1]))
-    return body.op("Mul", y, body.op("Sigmoid", y))
+    return body.to_io(body.op("Mul", y, body.op("Sigmoid", y)))
 
 
 def _widen(body: _Body, value: ir.Value, columns: int) -> ir.Value:

@@ -341,12 +341,13 @@ def swapped_groups(patch: pytest.MonkeyPatch) -> None:
 
 
 def unflipped_taps(patch: pytest.MonkeyPatch) -> None:
-    real = bodies._taps
+    real = bodies._convolved
 
-    def taps(body, full, tap, bias, tokens, last=None):
-        return real(body, full, tap if last is not None else tap[::-1], bias, tokens, last)
+    def convolved(*given: object, reverse: bool = False) -> object:
+        del reverse
+        return real(*given)  # type: ignore[arg-type]
 
-    patch.setattr(bodies, "_taps", taps)
+    patch.setattr(bodies, "_convolved", convolved)
 
 
 def wrong_direction(patch: pytest.MonkeyPatch) -> None:

@@ -281,10 +281,12 @@ class Denoiser(nn.Module):
         return made, self._logits(x[:, -self.spec.block_len :])
 
     def zero_state(self, rows: int, capacity: int = 0) -> dict[str, Tensor]:
-        """The state before the first block: zeros, by suffix."""
+        """The state before the first block: zeros, by suffix; float64 where the weights are."""
+        exact = self.weight("embedding.weight").dtype == torch.float64
         return {
             port.suffix: torch.zeros(
-                port.past.resolve(B=rows, C=capacity), dtype=_TORCH[port.past.dtype]
+                port.past.resolve(B=rows, C=capacity),
+                dtype=torch.float64 if exact else _TORCH[port.past.dtype],
             )
             for port in self.state_spec.ports
         }

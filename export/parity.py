@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -477,7 +477,7 @@ class TorchEngine:
     @property
     def provider(self) -> str:
         """Where the passes run."""
-        return "PyTorch cpu"
+        return f"PyTorch cpu {str(self._denoiser.weight('embedding.weight').dtype)[6:]}"
 
     @property
     def past_length(self) -> Array:
@@ -581,12 +581,44 @@ def check_against_checkpoint(
             "checkpoint the bundle was exported from, or export again"
         )
     denoiser = Denoiser(spec, as_stored(loaded.tensors, bundle.precision))
+    small = sum(tensor.numel() for tensor in denoiser.buffers()) < _SMALL
+    # what a float32 reference rounds itself would count against the bundle
+    right = _in_float64(denoiser) if small else denoiser
+    sides: dict[str, Any] = {
+        "recompute": lambda slots: TorchEngine(right, slots, stateless=True),
+        "reference": lambda slots: TorchEngine(right, slots),
+        "block_counts": block_counts,
+        "only": (1, 5),
+    }
     with _few_threads(denoiser):
-        return laws.check_bundle(
-            bundle,
-            recompute=lambda slots: TorchEngine(denoiser, slots, stateless=True),
-            reference=lambda slots: TorchEngine(denoiser, slots),
-            block_counts=block_counts,
-            progress=progress,
-            only=(1, 5),
-        )
+        results = laws.check_bundle(bundle, progress=progress, **sides)
+        if small and not all(result.passed for result in results):
+            results = _judged(results, denoiser.at(bundle.precision), bundle.precision, sides)
+    return results
+
+
+def _judged(
+    results: list[laws.LawResult], peer: Denoiser, precision: Precision, sides: dict[str, Any]
+) -> list[laws.LawResult]:
+    """Judge a broken law by how far PyTorch at the same precision is from float64.
+
+    Where a model has no more digits than that, the bundle may be a small factor further away.
+    """
+    own = laws.check_engine(
+        lambda slots: TorchEngine(peer, slots),  # type: ignore[arg-type, return-value]
+        precision=precision.name,
+        **sides,
+    )
+    judged = []
+    for result, other in zip(results, own, strict=True):
+        # law 1 has one port; elsewhere another port's large error must not cover for this one
+        applies = result.law == 1 or not other.passed
+        if not result.passed and applies and result.worst and other.worst:
+            note = (
+                f"{result.note}; PyTorch at {precision.name} is {other.worst:.1e} from float64 "
+                "itself: judged by that"
+            )
+            close = result.worst <= JUDGE_FACTOR * other.worst
+            result = replace(result, passed=close, note=note)
+        judged.append(result)
+    return judged

@@ -138,7 +138,9 @@ class Denoiser(nn.Module):
         self._names[name] = attribute
 
     def at(self, precision: Precision) -> Denoiser:
-        """A copy that computes at another precision, its islands still in float32."""
+        """This denoiser at a precision, its islands in float32; a copy where that is another."""
+        if precision == self.precision:
+            return self
         other = copy.deepcopy(self)
         other.precision = precision
         other.state_spec = StateSpec.of(self.spec, precision)

@@ -144,12 +144,15 @@ def compare_graphs(
         return _compare_graphs(bundle, denoiser, seed, progress)
 
 
+def _is_small(denoiser: Denoiser) -> bool:
+    return sum(tensor.numel() for tensor in denoiser.buffers()) < _SMALL
+
+
 @contextlib.contextmanager
 def _few_threads(denoiser: Denoiser) -> Iterator[None]:
     """One PyTorch thread for a small model: more wait for one another longer than they compute."""
     before = torch.get_num_threads()
-    small = sum(tensor.numel() for tensor in denoiser.buffers()) < _SMALL
-    torch.set_num_threads(1 if small else before)
+    torch.set_num_threads(1 if _is_small(denoiser) else before)
     try:
         yield
     finally:
@@ -159,7 +162,6 @@ def _few_threads(denoiser: Denoiser) -> Iterator[None]:
 def _compare_graphs(
     bundle: Bundle, denoiser: Denoiser, seed: int, progress: Callable[[str], None] | None
 ) -> dict[str, Any]:
-    tolerance = Tolerance.of(bundle.precision.name)
     sessions = open_sessions(bundle, tuple(bundle.graphs), threads=1)
     ids, kind = _real_tokens(bundle)
     trials: list[Trial] = []
@@ -172,10 +174,10 @@ def _compare_graphs(
         if progress is not None:
             progress("comparing a trajectory with PyTorch")
         trials += _trajectory(sessions, denoiser, ids, bundle.precision)
-    return _report(bundle, trials, tolerance, kind)
+    return _report(bundle, trials, kind)
 
 
-def _report(bundle: Bundle, trials: list[Trial], tolerance: Tolerance, kind: str) -> dict[str, Any]:
+def _report(bundle: Bundle, trials: list[Trial], kind: str) -> dict[str, Any]:
     worst = max(trials, key=lambda t: (bool(t.failed), bool(t.worst.problem), t.worst.max_abs))
     by_graph: dict[str, float | None] = {}  # None where a number has no meaning: NaN, a shape
     for trial in trials:
@@ -188,7 +190,7 @@ def _report(bundle: Bundle, trials: list[Trial], tolerance: Tolerance, kind: str
         "precision": bundle.precision.name,
         "reference": "PyTorch float32 on cpu, with the weights as the bundle stores them",
         "candidate": "ONNX Runtime, provider cpu, 1 thread, all optimisations",
-        "tolerance": tolerance.to_dict(),
+        "tolerance": Tolerance.of(bundle.precision.name).to_dict(),
         "tokens": kind,
         "comparisons": sum(len(trial.result.ports) for trial in trials),
         "judged_by_float64": sum(len(trial.judged) for trial in trials),
@@ -359,18 +361,19 @@ def _trajectory(
     spec = denoiser.spec
     length = spec.block_len
     exact = _TorchSide(_in_float64(denoiser), np.float64)
-    peer = _TorchSide(denoiser.at(precision), None)
-    sides: list[_Carried] = [_TorchSide(denoiser), _SessionSide(denoiser, sessions), exact, peer]
+    sides: list[_Carried] = [_TorchSide(denoiser), _SessionSide(denoiser, sessions), exact]
+    if precision != denoiser.precision:  # else PyTorch's float32 side is the peer itself
+        sides.append(_TorchSide(denoiser.at(precision), None))
     for block in range(TRAJECTORY_BLOCKS):
         piece = ids[None, block * length : (block + 1) * length]
         canvas = piece.copy()
         canvas[:, length // 2 :] = spec.mask_id if spec.mask_id is not None else 0
         for step, run in (("denoise", _Carried.denoise), ("commit", _Carried.commit)):
             tokens = canvas if step == "denoise" else piece
-            torch32, found, torch64, same = (run(side, tokens) for side in sides)
+            torch32, found, torch64, *other = (run(side, tokens) for side in sides)
             place = f"trajectory block {block} {step}"
             result = compare(torch32, found, tolerance, labels=("PyTorch", place))
-            yield judge(result, torch64, same, found)
+            yield judge(result, torch64, other[0] if other else torch32, found)
 
 
 class _Carried:
@@ -581,7 +584,7 @@ def check_against_checkpoint(
             "checkpoint the bundle was exported from, or export again"
         )
     denoiser = Denoiser(spec, as_stored(loaded.tensors, bundle.precision))
-    small = sum(tensor.numel() for tensor in denoiser.buffers()) < _SMALL
+    small = _is_small(denoiser)
     # what a float32 reference rounds itself would count against the bundle
     right = _in_float64(denoiser) if small else denoiser
     sides: dict[str, Any] = {

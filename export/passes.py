@@ -16,12 +16,11 @@ from onnx_ir.passes import common
 
 from fixedstate.errors import ExportError
 from fixedstate.plugins.bodies import function_body
-from fixedstate.plugins.schema import DOMAIN, OPS, VERSION
+from fixedstate.plugins.schema import DOMAIN, OPS, OPSET, VERSION
 from fixedstate.ports import Array, Port
 from fixedstate.spec import ModelSpec
 from fixedstate.state import Precision, StateSpec, graph_ports
 
-OPSET = 21
 IR_VERSION = 10
 MIN_ONNXRUNTIME = "1.18.0"
 """The first ONNX Runtime that reads opset 21 and IR 10."""

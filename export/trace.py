@@ -24,10 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fixedstate.errors import ExportError
 from fixedstate.export.denoiser import Denoiser, RoleGraph
-from fixedstate.plugins.schema import DOMAIN, OPS, VERSION
+from fixedstate.plugins.schema import DOMAIN, FLOAT32_INPUTS, OPS, OPSET, VERSION
 from fixedstate.ports import Port
-
-OPSET = 21
 
 _EXAMPLE = {"B": 3, "n": 5, "m": 2, "C": 37, "T": 24}
 """Sizes used while tracing: no two alike, none of them 1, so that nothing is specialised."""
@@ -67,7 +65,7 @@ def _register_schemas() -> None:
 
 def _formal_type(name: str) -> str:
     """T follows the io dtype, S is the state's own dtype, the rest are fixed."""
-    if name in ("dt", "a", "d"):
+    if name in FLOAT32_INPUTS:
         return "tensor(float)"
     return {"state": "S", "new_state": "S", "length": "tensor(int64)"}.get(name, "T")
 

@@ -12,10 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
-from fixedstate.plugins.schema import ATTRIBUTES, DOMAIN, OPS
+from fixedstate.plugins.schema import ATTRIBUTES, CHUNK, DOMAIN, OPS, OPSET
 
-CHUNK = 64
-OPSET = 21
 _IO = {"float32": ir.DataType.FLOAT, "float16": ir.DataType.FLOAT16}
 
 
@@ -29,25 +27,18 @@ class _Body:
         self.nodes: list[ir.Node] = []
         self._constants: dict[tuple[str, tuple[int, ...], bytes], ir.Value] = {}
 
-    def op(
-        self, op_type: str, *inputs: ir.Value, out: str | None = None, **attributes: object
-    ) -> ir.Value:
+    def op(self, op_type: str, *inputs: ir.Value, **attributes: object) -> ir.Value:
         """One node with one output."""
-        return self.ops(op_type, 1, *inputs, out=out, **attributes)[0]
+        return self.ops(op_type, 1, *inputs, **attributes)[0]
 
     def ops(
-        self,
-        op_type: str,
-        outputs: int,
-        *inputs: ir.Value,
-        out: str | None = None,
-        **attributes: object,
+        self, op_type: str, outputs: int, *inputs: ir.Value, **attributes: object
     ) -> Sequence[ir.Value]:
         """One node with several outputs."""
         attrs = ir.convenience.convert_attributes(attributes)  # type: ignore[arg-type]
         node = ir.Node("", op_type, list(inputs), attrs, num_outputs=outputs)
         for index, value in enumerate(node.outputs):
-            value.name = out or f"{op_type.lower()}_{len(self.nodes)}_{index}"
+            value.name = f"{op_type.lower()}_{len(self.nodes)}_{index}"
         self.nodes.append(node)
         return node.outputs
 
@@ -310,13 +301,8 @@ class _Cut:
     def __init__(
         self, body: _Body, block_len: int, size: int, lead: int, flat: bool, one_group: bool
     ) -> None:
-        self.body, self.block_len, self.size, self.lead, self.flat = (
-            body,
-            block_len,
-            size,
-            lead,
-            flat,
-        )
+        self.body, self.block_len, self.size = body, block_len, size
+        self.lead, self.flat = lead, flat
         self.pad = -block_len % size
         self.one_group = one_group
 

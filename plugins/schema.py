@@ -11,6 +11,12 @@ from dataclasses import dataclass
 DOMAIN = "fixedstate"
 VERSION = 1
 
+OPSET = 21
+"""Opset of the standard operators beside and inside these, in every portable file."""
+
+CHUNK = 64
+"""Most tokens in one chunk of the scan's matrix form."""
+
 ATTRIBUTES = ("plugin_namespace", "plugin_version", "block_len")
 """Attributes of every node: where a plugin is looked up, and L in tokens."""
 
@@ -50,5 +56,5 @@ OPS: dict[str, OpSchema] = {
 }
 """Every operator by name. Shapes: :mod:`fixedstate.plugins.reference`."""
 
-FLOAT32_INPUTS = ("dt", "a", "d", "length")
-"""Inputs whose dtype does not follow the io dtype (``length`` is int64); so does an SSD state."""
+FLOAT32_INPUTS = ("dt", "a", "d")
+"""Inputs that are float32 whatever the io dtype."""

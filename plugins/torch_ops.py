@@ -17,8 +17,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-CHUNK = 64
-"""Most tokens in one chunk of the matrix form."""
+from fixedstate.plugins.schema import CHUNK
 
 
 def wide(x: Tensor) -> Tensor:

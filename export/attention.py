@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fixedstate.export.layers import linear, rms_norm, rotate
 from fixedstate.export.passinfo import PassInfo
-from fixedstate.plugins.torch_ops import wide
+from fixedstate.plugins.torch_ops import BlockOps, wide
 from fixedstate.spec import LayerSpec
 
 MASKED = -1e30
@@ -23,25 +23,26 @@ def attention(
     layer: LayerSpec,
     weights: dict[str, Tensor],
     x: Tensor,
-    keys: Tensor | None,
-    values: Tensor | None,
+    states: dict[str, Tensor],
     info: PassInfo,
-) -> tuple[Tensor | None, Tensor, Tensor]:
+    ops: BlockOps,
+) -> tuple[Tensor | None, dict[str, Tensor]]:
     """One attention mixer over new tokens and the committed cache.
 
     Args:
         layer: The layer.
         weights: Its mixer's tensors, projections [in, out].
         x: [B, T, D] normed input.
-        keys: [B, kv_heads, C, head_dim] cache, valid up to ``past_length`` of each row; None
-            where only the new keys and values are wanted.
-        values: Like ``keys``.
+        states: ``key`` and ``value`` [B, kv_heads, C, head_dim], valid up to ``past_length`` of
+            each row; neither where only the new keys and values are wanted.
         info: What pass this is: positions, lengths and masks.
+        ops: Not used.
 
     Returns:
-        y [B, T, D] (None without a cache), and the new tokens' keys and values
+        y [B, T, D] (None without a cache), and the new tokens' ``key`` and ``value``
         [B, kv_heads, T, head_dim].
     """
+    del ops
     sizes = layer.attention
     rows, tokens = x.shape[0], x.shape[1]
     repeat = sizes.heads // sizes.kv_heads
@@ -56,8 +57,10 @@ def attention(
         k = rms_norm(k, weights["k_norm.weight"], layer.norm_eps)
     if sizes.rotary_dim:
         k = rotate(k, *info.rotary(sizes.rotary_dim, sizes.rope_theta))
-    if keys is None or values is None:
-        return None, k, v
+    made = {"key": k, "value": v}
+    if "key" not in states:
+        return None, made
+    keys, values = states["key"], states["value"]
     q = project("q_proj", sizes.heads)
     if sizes.qk_norm:
         q = rms_norm(q, weights["q_norm.weight"], layer.norm_eps)
@@ -78,4 +81,4 @@ def attention(
     y = shares[..., :capacity] @ values + shares[..., capacity:] @ v
     y = y.reshape(rows, sizes.heads, tokens, sizes.head_dim).transpose(1, 2)
     y = y.reshape(rows, tokens, sizes.heads * sizes.head_dim)
-    return linear(y, weights["o_proj.weight"], weights.get("o_proj.bias")), k, v
+    return linear(y, weights["o_proj.weight"], weights.get("o_proj.bias")), made

@@ -8,7 +8,8 @@ state is kept between calls.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -20,14 +21,23 @@ from fixedstate.export.mamba2 import mamba2
 from fixedstate.export.passinfo import PassInfo
 from fixedstate.plugins.torch_ops import PLAIN, BlockOps, wide
 from fixedstate.spec import LayerSpec, ModelSpec
-from fixedstate.state import Precision, StateSpec, graph_ports
+from fixedstate.state import Precision, StateSpec, graph_ports, last_stateful
 
 _TORCH = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-_ISLANDS = ("norm.weight", "norm.bias", "dt_bias", "A", "D")
+_ISLANDS = ("norm.weight", "norm.bias", "dt_bias", "dt_proj.bias", "A", "D", "_gate")
 _PROJECTIONS = ("_proj.weight",)
 
 State = Mapping[str, Tensor]
 """Carried tensors by suffix, e.g. ``ssm_state_003``."""
+
+Mixer = Callable[
+    [LayerSpec, dict[str, Tensor], Tensor, dict[str, Tensor], PassInfo, BlockOps],
+    tuple[Tensor | None, dict[str, Tensor]],
+]
+"""``(layer, weights, x [B, T, D], states by kind, info, operators) -> (y, new states by kind)``;
+y is None where only the new states are wanted."""
+
+_MIXERS: dict[str, Mixer] = {"attention": attention, "mamba2": mamba2}
 
 
 def check_supported(spec: ModelSpec) -> None:
@@ -38,8 +48,8 @@ def check_supported(spec: ModelSpec) -> None:
     """
     for index, layer in enumerate(spec.layers):
         what = None
-        if layer.mixer == "mamba1":
-            what = "mixer 'mamba1'"
+        if layer.mixer not in (*_MIXERS, "none"):
+            what = f"mixer {layer.mixer!r}"
         elif layer.mixer == "attention" and layer.direction == "reverse":
             what = "attention of direction 'reverse'"
         elif layer.mixer == "attention" and layer.attention.window is not None:
@@ -51,15 +61,26 @@ def check_supported(spec: ModelSpec) -> None:
                 f"layer {index}: {what} is not supported yet; supported mixers are Mamba-2 and "
                 "attention over the whole prefix"
             )
-    if spec.logit_shift:
-        raise ExportError(
-            "logit_shift (logits that predict the next position) is not supported yet"
-        )
     if spec.objective == "full":
         raise ExportError(
             "objective 'full' (bidirectional over the whole sequence, no exact cache) is not "
             "supported yet: export a model trained block-causally"
         )
+
+
+@dataclass(slots=True)
+class Passed:
+    """What a pass gives.
+
+    Attributes:
+        states: New states by suffix.
+        logits: [B, L, vocab_rows] float32, where the role has them.
+        last_logits: [B, vocab_rows] float32, where a commit pass of the model has them.
+    """
+
+    states: dict[str, Tensor]
+    logits: Tensor | None = None
+    last_logits: Tensor | None = None
 
 
 def as_stored(tensors: Mapping[str, Tensor], precision: Precision) -> dict[str, Tensor]:
@@ -108,7 +129,7 @@ class Denoiser(nn.Module):
         self.precision = precision or Precision()
         self.state_spec = StateSpec.of(spec, self.precision)
         self.ops = ops
-        self._last_stateful = max((port.layer for port in self.state_spec.ports), default=-1)
+        self._last_stateful = last_stateful(self.state_spec)
         self._names: dict[str, str] = {}
         for name, tensor in tensors.items():
             self._register(name, tensor)
@@ -185,53 +206,106 @@ class Denoiser(nn.Module):
     def _mixer(
         self, index: int, x: Tensor, state: State, info: PassInfo
     ) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """One mixer: its output and the states it makes, by suffix."""
+        """One mixer with its norms and gate: what it adds, and the states it makes, by suffix."""
         layer = self.spec.layers[index]
-        weights = self._group(index, "mixer.")
+        name = f"layers.{index}"
+        if layer.norm_place != "after":
+            x = self._norm(layer.norm, layer.norm_eps, f"{name}.norm", x)
+        x = x.to(self._io)
         ports = {kind: port.suffix for kind, port in self.state_spec.layer(index).items()}
-        if layer.mixer == "attention":
-            keys, values = (state.get(ports[kind]) for kind in ("key", "value"))
-            y, k, v = attention(layer, weights, x, keys, values, info)
-            return y, {ports["key"]: k, ports["value"]: v}
-        conv = state[ports["conv"]] if "conv" in ports else None
-        ssm = state[ports["ssm"]] if "ssm" in ports else None
-        y, new_conv, new_ssm = mamba2(layer, weights, x, conv, ssm, info, self.ops)
-        made: dict[str, Tensor] = {}
-        if new_conv is not None:
-            made[ports["conv"]] = new_conv
-        if new_ssm is not None:
-            made[ports["ssm"]] = new_ssm
+        states = {kind: state[suffix] for kind, suffix in ports.items() if suffix in state}
+        weights = self._group(index, "mixer.")
+        y, new = _MIXERS[layer.mixer](layer, weights, x, states, info, self.ops)
+        made = {ports[kind]: tensor for kind, tensor in new.items()}
+        if y is not None and layer.norm_place != "before":
+            y = self._norm(layer.norm, layer.norm_eps, f"{name}.post_norm", y)
+        if y is not None and layer.output_gate:
+            y = (wide(y) * torch.tanh(self.weight(f"{name}.output_gate"))).to(y.dtype)
         return y, made
+
+    @property
+    def _io(self) -> torch.dtype:
+        return self.weight("embedding.weight").dtype
+
+    def _embed(self, ids: Tensor, state: State, info: PassInfo) -> Tensor:
+        """[B, T, D]; the noisy block also sees what the pass before it predicted."""
+        x = torch.nn.functional.embedding(ids, self.weight("embedding.weight"))
+        ports = self.state_spec.stepped
+        if ports and info.role != "commit":
+            soft = state[ports[0].suffix]
+            seen = rms_norm(soft, self.weight("self_conditioning.norm.weight"), self.spec.norm_eps)
+            seen = seen.to(self._io)
+            gate, up, down = (
+                self.weight(f"self_conditioning.{name}_proj.weight")
+                for name in ("gate", "up", "down")
+            )
+            seen = linear(ACTIVATIONS["silu"](linear(seen, gate)) * linear(seen, up), down)
+            if info.role == "commit_denoise":
+                length = self.spec.block_len
+                seen = torch.where(info.clean[:, -length:, None], 0.0, seen)
+                x = torch.cat([x[:, :-length], x[:, -length:] + seen], 1)
+            else:
+                x = x + seen
+        return wide(x) if self.spec.residual_fp32 else x
+
+    def _soft_embedding(self, logits: Tensor) -> dict[str, Tensor]:
+        """What the next pass of this block sees: softmax(logits) E, by suffix."""
+        mixture = torch.softmax(logits, -1).to(self._io) @ self.weight("embedding.weight")
+        return {port.suffix: wide(mixture) for port in self.state_spec.stepped}
 
     def _run(self, ids: Tensor, state: State, info: PassInfo) -> tuple[Tensor, dict[str, Tensor]]:
         """All layers: last hidden values [B, T, D] and the states made."""
         spec = self.spec
-        io = self.weight("embedding.weight").dtype
-        x = torch.nn.functional.embedding(ids, self.weight("embedding.weight"))
-        if spec.residual_fp32:
-            x = wide(x)
+        x = self._embed(ids, state, info)
         made: dict[str, Tensor] = {}
+        ends = info.role == "commit" and not spec.logit_shift
         for index, layer in enumerate(spec.layers):
             if layer.mixer != "none":
-                normed = self._norm(layer.norm, layer.norm_eps, f"layers.{index}.norm", x)
-                y, new = self._mixer(index, normed.to(io), state, info)
+                y, new = self._mixer(index, x, state, info)
                 made |= new
-                if y is None or (info.role == "commit" and index == self._last_stateful):
+                if y is None or (ends and index == self._last_stateful):
                     break  # nothing after it is carried
                 x = x + y
             if layer.mlp != "none":
                 name = f"layers.{index}.mlp_norm"
                 normed = self._norm(layer.norm, layer.norm_eps, name, x)
-                x = x + self._mlp(layer, index, normed.to(io))
+                x = x + self._mlp(layer, index, normed.to(self._io))
         return x, made
 
     def _logits(self, x: Tensor) -> Tensor:
-        """[B, T, vocab_rows] float32."""
-        normed = self._norm(self.spec.norm, self.spec.norm_eps, "norm", x)
-        normed = normed.to(self.weight("embedding.weight").dtype)
-        if self.spec.tied_embeddings:
-            return wide(torch.nn.functional.linear(normed, self.weight("embedding.weight")))
-        return wide(linear(normed, self.weight("head.weight")))
+        """[..., vocab_rows] float32."""
+        spec = self.spec
+        normed = self._norm(spec.norm, spec.norm_eps, "norm", x).to(self._io)
+        if spec.tied_embeddings:
+            logits = torch.nn.functional.linear(normed, self.weight("embedding.weight"))
+        else:
+            logits = linear(normed, self.weight("head.weight"))
+        logits = wide(logits)
+        if spec.head_bias:
+            logits = logits + self.weight("head.bias")
+        if spec.logit_softcap:
+            logits = torch.tanh(logits / spec.logit_softcap) * spec.logit_softcap
+        return logits
+
+    def _last_logits(self, x: Tensor, commit_length: Tensor) -> Tensor:
+        """Logits of token commit_length - 1 of each row [B, vocab_rows]; zeros where that is 0."""
+        place = (commit_length - 1).clamp(min=0)
+        last = x.gather(1, place[:, None, None].expand(-1, 1, x.shape[2]))[:, 0]
+        return torch.where((commit_length > 0)[:, None], self._logits(last), 0.0)
+
+    def passes(self, role: str, ids: Tensor, state: State, **lengths: Tensor | None) -> Passed:
+        """One pass of any role; see :meth:`denoise`, :meth:`commit`, :meth:`commit_denoise`."""
+        info = PassInfo(self.spec, role, ids.shape[1], **lengths)
+        x, made = self._run(ids, state, info)
+        out = Passed(made)
+        if role in ("denoise", "commit_denoise", "full"):
+            length = x.shape[1] if role == "full" else self.spec.block_len
+            out.logits = self._logits(x[:, -length:] if role == "commit_denoise" else x)
+            out.states |= self._soft_embedding(out.logits) if self.state_spec.stepped else {}
+        if info.commits and self.spec.logit_shift:
+            assert info.commit_length is not None
+            out.last_logits = self._last_logits(x, info.commit_length)
+        return out
 
     def denoise(self, ids: Tensor, state: State, past_length: Tensor | None = None) -> Tensor:
         """Logits of one block on top of a committed state, which is only read.
@@ -244,8 +318,9 @@ class Denoiser(nn.Module):
         Returns:
             [B, L, vocab_rows] float32.
         """
-        info = PassInfo(self.spec, "denoise", ids.shape[1], past_length, None)
-        return self._logits(self._run(ids, state, info)[0])
+        logits = self.passes("denoise", ids, state, past_length=past_length).logits
+        assert logits is not None
+        return logits
 
     def commit(
         self, ids: Tensor, state: State, past_length: Tensor | None, commit_length: Tensor
@@ -261,8 +336,8 @@ class Denoiser(nn.Module):
         Returns:
             New states by suffix; keys and values hold the new columns only.
         """
-        info = PassInfo(self.spec, "commit", ids.shape[1], past_length, commit_length)
-        return self._run(ids, state, info)[1]
+        lengths = {"past_length": past_length, "commit_length": commit_length}
+        return self.passes("commit", ids, state, **lengths).states
 
     def commit_denoise(
         self, ids: Tensor, state: State, past_length: Tensor | None, commit_length: Tensor
@@ -278,9 +353,10 @@ class Denoiser(nn.Module):
         Returns:
             New states by suffix, and logits [B, L, vocab_rows] float32.
         """
-        info = PassInfo(self.spec, "commit_denoise", ids.shape[1], past_length, commit_length)
-        x, made = self._run(ids, state, info)
-        return made, self._logits(x[:, -self.spec.block_len :])
+        lengths = {"past_length": past_length, "commit_length": commit_length}
+        passed = self.passes("commit_denoise", ids, state, **lengths)
+        assert passed.logits is not None
+        return passed.states, passed.logits
 
     def zero_state(self, rows: int, capacity: int = 0) -> dict[str, Tensor]:
         """The state before the first block: zeros, by suffix; float64 where the weights are."""
@@ -322,25 +398,19 @@ class RoleGraph(nn.Module):
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Take the input ports in order, give the output ports in order."""
         given = dict(zip((port.name for port in self.inputs), tensors, strict=True))
-        ids, past = given["input_ids"], given.get("past_length")
+        ids = given["input_ids"]
         denoiser = self.denoiser
-        state = {
-            port.suffix: given[port.past.name]
-            for port in denoiser.state_spec.ports
-            if port.past.name in given
-        }
-        if self.role == "denoise":
-            return (denoiser.denoise(ids, state, past),)
-        commit_length = given.get("commit_length")
-        if commit_length is None:
-            commit_length = torch.full((ids.shape[0],), ids.shape[1], dtype=torch.int64)
-        if past is None:
-            past = ids.new_zeros(ids.shape[0])
-        if self.role == "commit":
-            made, logits = denoiser.commit(ids, state, past, commit_length), None
-        else:
-            made, logits = denoiser.commit_denoise(ids, state, past, commit_length)
-        results = [made[port.suffix] for port in denoiser.state_spec.ports]
-        if logits is not None:
-            results.append(logits)
-        return tuple(results)
+        ports = denoiser.state_spec.ports
+        state = {port.suffix: given[port.past.name] for port in ports if port.past.name in given}
+        lengths = {name: given.get(name) for name in ("past_length", "commit_length")}
+        if self.role.startswith("commit"):
+            if lengths["commit_length"] is None:
+                lengths["commit_length"] = torch.full((ids.shape[0],), ids.shape[1])
+            if lengths["past_length"] is None:
+                lengths["past_length"] = ids.new_zeros(ids.shape[0])
+        passed = denoiser.passes(self.role, ids, state, **lengths)
+        made = {port.present.name: passed.states.get(port.suffix) for port in ports}
+        made |= {"logits": passed.logits, "last_logits": passed.last_logits}
+        results = [made[port.name] for port in self.outputs]
+        assert all(result is not None for result in results)
+        return tuple(results)  # type: ignore[arg-type]

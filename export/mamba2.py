@@ -23,43 +23,41 @@ def mamba2(
     layer: LayerSpec,
     weights: Weights,
     x: Tensor,
-    conv: Tensor | None,
-    ssm: Tensor | None,
+    states: dict[str, Tensor],
     info: PassInfo,
     ops: BlockOps,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+) -> tuple[Tensor, dict[str, Tensor]]:
     """One Mamba-2 mixer.
 
     Args:
         layer: The layer.
         weights: Its tensors; ``reverse.*`` holds what the reverse pass does not share.
         x: [B, T, D] normed input.
-        conv: [B, conv_dim, K-1] raw columns before the first token; None at K = 1.
-        ssm: [B, H, N, P] float32 state; None for a ``reverse`` layer.
+        states: ``conv`` [B, conv_dim, K-1], raw columns before the first token (none at K = 1),
+            and ``ssm`` [B, H, N, P] float32; neither for a ``reverse`` layer.
         info: What pass this is.
         ops: Plain or traced operators.
 
     Returns:
-        y [B, T, D] and the new conv and ssm states, None where the pass makes none.
+        y [B, T, D] and the new ``conv`` and ``ssm`` states, where the pass makes them.
     """
     sizes = layer.mamba2
     own_reverse = {k.removeprefix("reverse."): v for k, v in weights.items() if "reverse." in k}
     reverse_weights = {**weights, **own_reverse}
     parts: list[tuple[Tensor, Weights]] = []
-    new_conv = new_ssm = None
+    made: dict[str, Tensor] = {}
     projected = None
     if layer.direction != "reverse":
-        assert ssm is not None
         projected = _project(sizes, weights, x)
-        y, new_conv, new_ssm = _forward(sizes, weights, projected, conv, ssm, info, ops)
+        y, made = _forward(sizes, weights, projected, states, info, ops)
         parts.append((y, weights))
     if _runs_reverse(layer, info):
         if projected is None or "in_proj.weight" in own_reverse:
             projected = _project(sizes, reverse_weights, x)
         parts.append((_reverse(sizes, reverse_weights, projected, info, ops), reverse_weights))
     if not parts:  # a reverse layer in a commit pass that leaves reverse passes out
-        return torch.zeros_like(x), None, None
-    return _join(parts), new_conv, new_ssm
+        return torch.zeros_like(x), {}
+    return _join(parts), made
 
 
 def _runs_reverse(layer: LayerSpec, info: PassInfo) -> bool:
@@ -132,12 +130,12 @@ def _forward(
     sizes: Mamba2Sizes,
     weights: Weights,
     projected: tuple[Tensor, Tensor, Tensor],
-    conv: Tensor | None,
-    ssm: Tensor,
+    states: dict[str, Tensor],
     info: PassInfo,
     ops: BlockOps,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+) -> tuple[Tensor, dict[str, Tensor]]:
     gate, raw, dt = projected
+    conv, ssm = states.get("conv"), states["ssm"]
     step = _step_size(sizes, weights, dt)
     taps = (weights["conv1d.weight"], weights["conv1d.bias"])
     length = info.spec.block_len
@@ -148,17 +146,17 @@ def _forward(
         )
         x, b, c = _columns(sizes, mixed)
         y = ops.ssd_denoise(x, step, a, b, c, d, ssm, length)
-        return _gated(sizes, weights, y, gate), None, None
-    new_conv = None
+        return _gated(sizes, weights, y, gate), {}
+    made: dict[str, Tensor] = {}
     if conv is None:
         mixed = _pointwise_conv(weights, raw)
     else:
         mixed, new_conv = ops.conv_commit(raw, *taps, conv, info.commit_length)  # type: ignore[arg-type]
-        new_conv = info.keep(new_conv, conv)
+        made["conv"] = info.keep(new_conv, conv)
     x, b, c = _columns(sizes, mixed)
     clean = info.clean[..., None]
     y, new_ssm = ops.ssd_commit(x, torch.where(clean, step, 0.0), a, b, c, d, ssm, length)
-    new_ssm = info.keep(new_ssm, ssm)
+    made["ssm"] = new_ssm = info.keep(new_ssm, ssm)
     if info.role == "commit_denoise":
         # the block being denoised starts from the state that was just made
         noisy = torch.where(clean, 0.0, step)
@@ -166,7 +164,7 @@ def _forward(
         over = ops.ssd_denoise(tail[0], tail[1], a, tail[2], tail[3], d, new_ssm, length)
         tail_clean = info.clean[:, -length:, None, None]
         y = torch.cat([y[:, :-length], torch.where(tail_clean, y[:, -length:], over)], 1)
-    return _gated(sizes, weights, y, gate), new_conv, new_ssm
+    return _gated(sizes, weights, y, gate), made
 
 
 def _reverse(

@@ -16,7 +16,7 @@ class PassInfo:
 
     Args:
         spec: The model.
-        role: ``denoise``, ``commit`` or ``commit_denoise``.
+        role: ``denoise``, ``commit``, ``commit_denoise`` or ``full``.
         tokens: T, new tokens per row.
         past_length: [B] int64 committed tokens per row, where a layer needs them.
         commit_length: [B] int64 clean tokens per row among the T, for the commit roles.
@@ -27,8 +27,8 @@ class PassInfo:
         spec: ModelSpec,
         role: str,
         tokens: int,
-        past_length: Tensor | None,
-        commit_length: Tensor | None,
+        past_length: Tensor | None = None,
+        commit_length: Tensor | None = None,
     ) -> None:
         self.spec = spec
         self.role = role
@@ -46,7 +46,7 @@ class PassInfo:
     @property
     def commits(self) -> bool:
         """Whether the pass gives new states."""
-        return self.role != "denoise"
+        return self.role.startswith("commit")
 
     @property
     def steps(self) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from fixedstate.spec import (
     AttentionSizes,
     LayerSpec,
+    LinearAttentionSizes,
     Mamba1Sizes,
     Mamba2Sizes,
     ModelSpec,
@@ -48,18 +49,36 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, Shape]:
     shapes.update(_norm("norm", spec.norm, width))
     if not spec.tied_embeddings:
         shapes["head.weight"] = (spec.vocab_rows, width)
+    if spec.head_bias:
+        shapes["head.bias"] = (spec.vocab_rows,)
+    if spec.self_conditioning_width:
+        part = dict(_self_conditioning(spec))
+        shapes.update((f"self_conditioning.{name}", shape) for name, shape in part.items())
     return shapes
+
+
+def _self_conditioning(spec: ModelSpec) -> Named:
+    width, inner = spec.width, spec.self_conditioning_width
+    yield "norm.weight", (width,)
+    for name in ("gate_proj", "up_proj"):
+        yield f"{name}.weight", (inner, width)
+    yield "down_proj.weight", (width, inner)
 
 
 def _layer(layer: LayerSpec, width: int) -> Named:
     if layer.mixer != "none":
-        yield from _norm("norm", layer.norm, width)
+        if layer.norm_place != "after":
+            yield from _norm("norm", layer.norm, width)
         mixer = dict(_mixer(layer, width))
         yield from ((f"mixer.{name}", shape) for name, shape in mixer.items())
-        if layer.mixer != "attention" and layer.direction == "block" and layer.tied != "all":
+        if layer.mixer.startswith("mamba") and layer.direction == "block" and layer.tied != "all":
             for name, shape in mixer.items():
                 if layer.tied == "none" or not name.startswith(_PROJECTIONS):
                     yield f"mixer.reverse.{name}", shape
+        if layer.norm_place != "before":
+            yield from _norm("post_norm", layer.norm, width)
+        if layer.output_gate:
+            yield "output_gate", (1,)
     if layer.mlp != "none":
         yield from _norm("mlp_norm", layer.norm, width)
         for name in ("gate_proj", "up_proj") if layer.mlp == "gated" else ("up_proj",):
@@ -87,6 +106,8 @@ def _mixer(layer: LayerSpec, width: int) -> Named:
             return _mamba1(sizes, width)
         case AttentionSizes() as sizes:
             return _attention(sizes, width)
+        case LinearAttentionSizes() as sizes:
+            return _linear_attention(sizes, width)
         case _:
             return iter(())
 
@@ -120,7 +141,12 @@ def _mamba1(sizes: Mamba1Sizes, width: int) -> Named:
     yield from _linear("out_proj", width, inner, sizes.bias)
 
 
-def _attention(sizes: AttentionSizes, width: int) -> Named:
+def _linear_attention(sizes: LinearAttentionSizes, width: int) -> Named:
+    yield from _attention(sizes, width)
+    yield "state_gate", (sizes.heads,)
+
+
+def _attention(sizes: AttentionSizes | LinearAttentionSizes, width: int) -> Named:
     queries, keys = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
     yield from _linear("q_proj", queries, width, sizes.qkv_bias)
     yield from _linear("k_proj", keys, width, sizes.qkv_bias)
@@ -157,7 +183,7 @@ def _random(name: str, shape: Shape, generator: torch.Generator, scale: float) -
         low, high = (math.log(limit) for limit in _DT_RANGE)
         dt = torch.rand(shape, generator=generator).mul_(high - low).add_(low).exp_()
         return dt + torch.log(-torch.expm1(-dt))  # the inverse of softplus
-    if name.endswith((".D", "norm.weight")):
+    if name.endswith((".D", "norm.weight", "_gate")):
         return 1 + 0.1 * normal
     if name.endswith("bias"):
         return 0.1 * normal

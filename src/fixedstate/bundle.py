@@ -18,7 +18,7 @@ from fixedstate.ports import Port
 from fixedstate.spec import ModelSpec
 from fixedstate.state import Precision, StateSpec, graph_ports
 
-SCHEMA = 1
+SCHEMA = 2
 """Schema number this code writes; every older one opens for ever, a newer one is refused."""
 
 MANIFEST = "bundle.json"

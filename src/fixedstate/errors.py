@@ -64,8 +64,16 @@ class DecodeError(FixedStateError):
     """Decoding cannot go on: non-finite scores or a state that does not fit."""
 
 
-def require_keys(data: Mapping[str, Any], known: tuple[str, ...], what: str) -> None:
+def require_keys(
+    data: Mapping[str, Any], known: tuple[str, ...], what: str, optional: tuple[str, ...] = ()
+) -> None:
     """Refuse a mapping that holds other keys than the known ones, or lacks one.
+
+    Args:
+        data: What was read.
+        known: Every key it may hold.
+        what: Its name, for messages.
+        optional: Those of the known keys that it may lack.
 
     Raises:
         SpecError: naming the unknown or missing keys and the allowed ones.
@@ -75,6 +83,6 @@ def require_keys(data: Mapping[str, Any], known: tuple[str, ...], what: str) -> 
     unknown = sorted(set(data) - set(known))
     if unknown:
         raise SpecError(f"{what} holds unknown keys {unknown}; known keys: {', '.join(known)}")
-    missing = [key for key in known if key not in data]
+    missing = [key for key in known if key not in data and key not in optional]
     if missing:
         raise SpecError(f"{what} lacks the keys {missing}")

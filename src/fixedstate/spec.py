@@ -13,13 +13,16 @@ from typing import Any
 
 from fixedstate.errors import SpecError, require_keys
 
-MIXERS = ("attention", "mamba1", "mamba2", "none")
+MIXERS = ("attention", "linear_attention", "mamba1", "mamba2", "none")
 MLPS = ("gated", "plain", "none")
 DIRECTIONS = ("forward", "block", "reverse")
 TIES = ("none", "projections", "all")
 OBJECTIVES = ("block", "full", "causal")
 COMMIT_MASKS = ("block", "causal")
 NORMS = ("rms", "layer")
+NORM_PLACES = ("before", "after", "both")
+FEATURE_MAPS = ("elu", "relu", "identity")
+ROPE_SCALINGS = ("linear", "llama3", "yarn")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 GATED_NORMS = ("after", "before", "none")
 
@@ -43,33 +46,89 @@ def _to_dict(value: Any) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for field in fields(value):
         item = getattr(value, field.name)
+        if isinstance(item, RopeScaling):
+            item = _to_dict(item)
         out[field.name] = list(item) if isinstance(item, tuple) else item
     return out
 
 
+SINCE_SCHEMA_2: dict[str, tuple[str, ...]] = {
+    "AttentionSizes": ("rope_scaling", "score_softcap", "scale"),
+    "LayerSpec": ("norm_place", "output_gate"),
+    "ModelSpec": ("logit_softcap", "head_bias", "self_conditioning_width"),
+}
+"""Fields that values of schema 1 lack; their defaults say what schema 1 meant."""
+
+
 def _from_dict(cls: type[Any], data: Mapping[str, Any]) -> Any:
     known = tuple(field.name for field in fields(cls))
-    require_keys(data, known, cls.__name__)
-    return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in data.items()})
+    require_keys(data, known, cls.__name__, SINCE_SCHEMA_2.get(cls.__name__, ()))
+    values = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
+    if values.get("rope_scaling") is not None:
+        values["rope_scaling"] = _from_dict(RopeScaling, data["rope_scaling"])
+    return cls(**values)
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionSizes:
-    """Sizes of an attention mixer (MHA, GQA or MQA by the two head counts)."""
+class RopeScaling:
+    """How rotary frequencies are stretched for longer contexts, by the names of the field.
+
+    ``linear`` divides every frequency by ``factor``. ``llama3`` (Llama 3.1) divides those whose
+    wavelength exceeds ``original_length / low_freq_factor``, keeps those below
+    ``original_length / high_freq_factor`` and blends in between. ``yarn`` (arXiv 2309.00071)
+    blends between the rotations ``beta_fast`` and ``beta_slow`` and multiplies cosine and sine by
+    ``attention_factor``. Forms that depend on the length of the text (dynamic, longrope) have no
+    cache that stays right, and are refused.
+    """
+
+    kind: str
+    factor: float
+    original_length: int = 0  # tokens of the training context; llama3 and yarn
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    attention_factor: float = 1.0  # yarn
+
+    def __post_init__(self) -> None:
+        if self.kind not in ROPE_SCALINGS:
+            raise SpecError(
+                f"rope scaling {self.kind!r} is unknown or depends on the length of the text, so "
+                f"that cached keys would go stale; use one of {', '.join(ROPE_SCALINGS)}"
+            )
+        if self.factor < 1:
+            raise SpecError(f"rope scaling factor must be at least 1; got {self.factor}")
+        if self.kind != "linear" and self.original_length < 1:
+            raise SpecError(
+                f"rope scaling {self.kind!r} needs original_length, the tokens of the training "
+                f"context; got {self.original_length}"
+            )
+        if self.kind == "llama3" and not 0 < self.low_freq_factor < self.high_freq_factor:
+            raise SpecError(
+                "rope scaling 'llama3' needs 0 < low_freq_factor < high_freq_factor; got "
+                f"{self.low_freq_factor} and {self.high_freq_factor}"
+            )
+        if self.kind == "yarn" and not 0 < self.beta_slow < self.beta_fast:
+            raise SpecError(
+                "rope scaling 'yarn' needs 0 < beta_slow < beta_fast; got "
+                f"{self.beta_slow} and {self.beta_fast}"
+            )
+        if self.attention_factor <= 0:
+            raise SpecError(f"attention_factor must be positive; got {self.attention_factor}")
+
+
+class _RotatedHeads:
+    """Checks that attention and linear attention share."""
+
+    __slots__ = ()
 
     heads: int
     kv_heads: int
     head_dim: int
-    rotary_dim: int  # leading elements of a head that are rotated; 0 for none
-    rope_theta: float = 10000.0
-    qk_norm: bool = False
-    qkv_bias: bool = False
-    out_bias: bool = False
-    window: int | None = None  # W: newest committed tokens a query sees; None for all
-    sinks: int = 0  # first tokens kept for ever beside a window
-    keys_rotated: bool = True  # cached keys are kept after rotary embedding
+    rotary_dim: int
+    rope_theta: float
 
-    def __post_init__(self) -> None:
+    def _check_heads(self) -> None:
         _positive(self, "heads", "kv_heads", "head_dim")
         if self.heads % self.kv_heads:
             raise SpecError(f"heads {self.heads} must be a multiple of kv_heads {self.kv_heads}")
@@ -80,10 +139,76 @@ class AttentionSizes:
             )
         if self.rope_theta <= 0:
             raise SpecError(f"rope_theta must be positive; got {self.rope_theta}")
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSizes(_RotatedHeads):
+    """Sizes of an attention mixer (MHA, GQA or MQA by the two head counts).
+
+    With a window W, a query at position t sees the key at position u < t of an earlier block if
+    ``t - u <= W`` or ``u < sinks``; inside its own block the direction decides alone, except that
+    ``forward`` layers see W tokens back there too. Keys kept before rotary embedding beside a
+    window are rotated at in-cache positions: what lies between sinks and window takes no room, so
+    that no position exceeds ``sinks + W + L``.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rotary_dim: int  # leading elements of a head that are rotated; 0 for none
+    rope_theta: float = 10000.0
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
+    window: int | None = None  # W: tokens before itself that a query sees; None for all
+    sinks: int = 0  # first tokens kept for ever beside a window
+    keys_rotated: bool = True  # cached keys are kept after rotary embedding
+    rope_scaling: RopeScaling | None = None
+    score_softcap: float = 0.0  # c tanh(score / c) before the mask; 0 for none
+    scale: float | None = None  # of the scores; None for head_dim ** -0.5
+
+    def __post_init__(self) -> None:
+        self._check_heads()
+        if self.score_softcap < 0:
+            raise SpecError(f"score_softcap must be 0 (none) or positive; got {self.score_softcap}")
+        if self.scale is not None and self.scale <= 0:
+            raise SpecError(f"scale must be positive; got {self.scale}")
         if self.window is not None and self.window < 1:
             raise SpecError(f"window must be at least 1 token; got {self.window}")
         if self.sinks < 0 or (self.sinks and self.window is None):
             raise SpecError(f"sinks {self.sinks} must be >= 0 and need a window")
+
+
+@dataclass(frozen=True, slots=True)
+class LinearAttentionSizes(_RotatedHeads):
+    """Sizes of linear attention with softmax inside the block (the form of ARL2, arXiv 2605.16579).
+
+    Inside its block a token attends by softmax; everything before the block it reads from the
+    state S = sum of phi(k) v^T over all committed tokens, by phi(q) S, divided by phi(q) z with
+    z = sum of phi(k) where ``normalised``. The read is multiplied by one trained weight per head,
+    ``state_gate``, and added.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rotary_dim: int = 0  # rotated inside the block's softmax; positions count from its left edge
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
+    feature_map: str = "elu"  # phi: elu(x) + 1, relu(x), or x
+    normalised: bool = True
+
+    def __post_init__(self) -> None:
+        self._check_heads()
+        _one_of(self.feature_map, FEATURE_MAPS, "feature_map")
+        if self.normalised and self.feature_map == "identity":
+            raise SpecError(
+                "linear attention with feature_map 'identity' cannot be normalised: phi(q) z may "
+                "vanish; set normalised to false or use 'elu' or 'relu'"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,9 +281,10 @@ def _check_d_conv(d_conv: int) -> None:
         raise SpecError(f"d_conv must be {low} to {high} taps; got {d_conv}")
 
 
-MixerSizes = AttentionSizes | Mamba1Sizes | Mamba2Sizes | None
+MixerSizes = AttentionSizes | LinearAttentionSizes | Mamba1Sizes | Mamba2Sizes | None
 _SIZES: dict[str, type[Any] | None] = {
     "attention": AttentionSizes,
+    "linear_attention": LinearAttentionSizes,
     "mamba1": Mamba1Sizes,
     "mamba2": Mamba2Sizes,
     "none": None,
@@ -170,7 +296,7 @@ class LayerSpec:
     """One layer: a mixer, an MLP, their norms, sizes and direction.
 
     Attributes:
-        mixer: ``attention``, ``mamba1``, ``mamba2`` or ``none``.
+        mixer: ``attention``, ``linear_attention``, ``mamba1``, ``mamba2`` or ``none``.
         sizes: The sizes that belong to the mixer; None for ``none``.
         direction: ``forward`` is causal inside the block; ``block`` adds a reverse pass confined
             to the block (attention: bidirectional inside the block); ``reverse`` is confined to
@@ -179,6 +305,10 @@ class LayerSpec:
             forward pass: ``none``, ``projections`` (in_proj and out_proj) or ``all``.
         mlp: ``gated``, ``plain`` or ``none``.
         mlp_width: Inner width of the MLP; 0 without one.
+        norm_place: The mixer's norm stands ``before`` it, ``after`` it (on what it gives, before
+            the addition), or ``both``.
+        output_gate: What the mixer gives is multiplied by tanh of one trained scalar before the
+            addition (the sidecar of R2LM, arXiv 2606.27732).
     """
 
     mixer: str
@@ -191,9 +321,12 @@ class LayerSpec:
     mlp_activation: str = "silu"
     norm: str = "rms"
     norm_eps: float = 1e-5
+    norm_place: str = "before"
+    output_gate: bool = False
 
     def __post_init__(self) -> None:
         _one_of(self.mixer, MIXERS, "mixer")
+        _one_of(self.norm_place, NORM_PLACES, "norm_place")
         _one_of(self.direction, DIRECTIONS, "direction")
         _one_of(self.tied, TIES, "tied")
         _one_of(self.mlp, MLPS, "mlp")
@@ -211,11 +344,19 @@ class LayerSpec:
             _positive(self, "mlp_width")
         if self.norm_eps <= 0:
             raise SpecError(f"norm_eps must be positive; got {self.norm_eps}")
+        if self.mixer == "none" and (self.output_gate or self.norm_place != "before"):
+            raise SpecError("a layer without a mixer has neither output_gate nor norm_place")
 
     @property
     def attention(self) -> AttentionSizes:
         """The sizes, where the mixer is attention."""
         assert isinstance(self.sizes, AttentionSizes)
+        return self.sizes
+
+    @property
+    def linear_attention(self) -> LinearAttentionSizes:
+        """The sizes, where the mixer is linear attention."""
+        assert isinstance(self.sizes, LinearAttentionSizes)
         return self.sizes
 
     @property
@@ -244,7 +385,8 @@ class LayerSpec:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> LayerSpec:
         """Read what :meth:`to_dict` wrote; unknown keys are refused."""
-        require_keys(data, tuple(field.name for field in fields(cls)), "LayerSpec")
+        known = tuple(field.name for field in fields(cls))
+        require_keys(data, known, "LayerSpec", SINCE_SCHEMA_2.get(cls.__name__, ()))
         _one_of(data["mixer"], MIXERS, "mixer")
         kind = _SIZES[data["mixer"]]
         sizes = data["sizes"]
@@ -274,6 +416,11 @@ class ModelSpec:
         objective: ``block`` (block-causal: an exact cache exists), ``full`` (bidirectional: none
             exists) or ``causal`` (autoregressive, for checking only).
         residual_fp32: The residual stream is float32 whatever the io dtype.
+        logit_softcap: Logits are c tanh(logit / c); 0 for none.
+        head_bias: The head adds a bias.
+        self_conditioning_width: Inner width of the gated MLP through which a denoise pass sees
+            what the pass before it predicted (the soft embedding softmax(logits) E of
+            DiffusionGemma); 0 for none. Commit passes never see it.
     """
 
     vocab_size: int
@@ -292,6 +439,9 @@ class ModelSpec:
     residual_fp32: bool = False
     norm: str = "rms"
     norm_eps: float = 1e-5
+    logit_softcap: float = 0.0
+    head_bias: bool = False
+    self_conditioning_width: int = 0
 
     def __post_init__(self) -> None:
         _positive(self, "vocab_size", "vocab_rows", "width", "block_len")
@@ -317,6 +467,15 @@ class ModelSpec:
                     f"layer {index}: d_conv {taps} needs block_len >= {taps - 1}; "
                     f"got {self.block_len}"
                 )
+        if self.logit_softcap < 0:
+            raise SpecError(f"logit_softcap must be 0 (none) or positive; got {self.logit_softcap}")
+        if self.self_conditioning_width < 0:
+            raise SpecError(
+                "self_conditioning_width must be 0 (none) or positive; got "
+                f"{self.self_conditioning_width}"
+            )
+        if self.self_conditioning_width and self.objective != "block":
+            raise SpecError("self-conditioning needs the objective 'block': passes over one block")
         if self.objective == "block" and self.mask_id is None:
             raise SpecError("objective 'block' needs a mask id; give --mask-id")
         if self.mask_id is not None and not 0 <= self.mask_id < self.vocab_rows:
@@ -340,13 +499,22 @@ class ModelSpec:
 
     @property
     def has_attention(self) -> bool:
-        """Whether any layer keeps keys and values."""
-        return any(x.mixer == "attention" and x.stateful for x in self.layers)
+        """Whether any layer keeps keys and values of every token."""
+        return any(
+            x.mixer == "attention" and x.stateful and x.attention.window is None
+            for x in self.layers
+        )
 
     @property
     def causal_commit(self) -> bool:
         """Whether a commit inside a block is exact: nothing in the pass looks ahead."""
         for layer in self.layers:
+            if layer.mixer == "linear_attention":
+                return False  # which tokens meet by softmax depends on where blocks begin
+            if layer.mixer == "attention":
+                sizes = layer.attention
+                if sizes.window is not None and sizes.sinks and not sizes.keys_rotated:
+                    return False  # in-cache positions likewise
             if layer.direction == "reverse" and layer.mixer != "none" and self.commit_reverse:
                 return False
             if layer.direction == "block":
@@ -365,6 +533,7 @@ class ModelSpec:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ModelSpec:
         """Read what :meth:`to_dict` wrote; unknown keys are refused."""
-        require_keys(data, tuple(field.name for field in fields(cls)), "ModelSpec")
+        known = tuple(field.name for field in fields(cls))
+        require_keys(data, known, "ModelSpec", SINCE_SCHEMA_2.get(cls.__name__, ()))
         layers = tuple(LayerSpec.from_dict(layer) for layer in data["layers"])
-        return cls(**{**data, "layers": layers, "stop_ids": tuple(data["stop_ids"])})
+        return cls(**{**data, "layers": layers, "stop_ids": tuple(data.get("stop_ids", ()))})

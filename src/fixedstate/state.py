@@ -17,7 +17,7 @@ ROLES = ("denoise", "commit", "commit_denoise", "full")
 """Graph roles; a target-specific copy is ``role@target``."""
 
 _PREFIXES = {"committed": ("past_", "present_"), "step": ("step_in_", "step_out_")}
-_KINDS = ("conv", "ssm", "key", "value")
+_KINDS = ("conv", "ssm", "norm", "key", "value", "soft_embedding")
 _UPDATES = ("swap", "append")
 _SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
@@ -66,7 +66,8 @@ class StatePort:
 
     Attributes:
         layer: Index of the LayerSpec that owns it.
-        kind: ``conv``, ``ssm``, ``key`` or ``value``.
+        kind: ``conv``, ``ssm``, ``norm`` (of linear attention), ``key``, ``value``, or
+            ``soft_embedding`` (of self-conditioning).
         past: The port it enters by.
         present: The port it leaves by.
         update: ``swap`` (two buffers trade places) or ``append`` (new columns only).
@@ -144,21 +145,33 @@ class StateSpec:
         if spec.objective != "full":
             for index in range(len(spec.layers)):
                 ports += _layer_ports(spec, index, precision)
+            if spec.self_conditioning_width:
+                ports.append(_soft_embedding(spec, precision))
         return cls(tuple(ports))
 
     def layer(self, index: int) -> dict[str, StatePort]:
-        """The ports of one layer by kind."""
-        return {port.kind: port for port in self.ports if port.layer == index}
+        """The committed ports of one layer by kind."""
+        return {port.kind: port for port in self.committed if port.layer == index}
+
+    @property
+    def committed(self) -> tuple[StatePort, ...]:
+        """Ports that live from block to block."""
+        return tuple(port for port in self.ports if port.scope == "committed")
+
+    @property
+    def stepped(self) -> tuple[StatePort, ...]:
+        """Ports that live from pass to pass inside one block; their two buffers trade places."""
+        return tuple(port for port in self.ports if port.scope == "step")
 
     @property
     def swapped(self) -> tuple[StatePort, ...]:
-        """Ports whose two buffers trade places at a commit."""
-        return tuple(port for port in self.ports if port.update == "swap")
+        """Committed ports whose two buffers trade places at a commit."""
+        return tuple(port for port in self.committed if port.update == "swap")
 
     @property
     def appended(self) -> tuple[StatePort, ...]:
-        """Ports that grow by the committed columns."""
-        return tuple(port for port in self.ports if port.update == "append")
+        """Committed ports that grow by the committed columns."""
+        return tuple(port for port in self.committed if port.update == "append")
 
     def state_bytes(self, rows: int = 1) -> int:
         """Bytes of the constant-size state of that many rows (one buffer of each pair)."""
@@ -183,6 +196,14 @@ def _layer_ports(spec: ModelSpec, index: int, precision: Precision) -> list[Stat
     layer = spec.layers[index]
     if not layer.stateful:
         return []
+    if layer.mixer == "linear_attention":
+        linear = layer.linear_attention
+        sums: tuple[Dim, ...] = ("B", linear.kv_heads, linear.head_dim)
+        both = (*sums, linear.head_dim)
+        made = [_pair(index, "ssm", "ssm_state", precision.state, both, both, "swap")]
+        if linear.normalised:
+            made.append(_pair(index, "norm", "norm_state", precision.state, sums, sums, "swap"))
+        return made
     if layer.mixer == "attention":
         sizes = layer.attention
         lead: tuple[Dim, ...] = ("B", sizes.kv_heads)
@@ -213,6 +234,14 @@ def _layer_ports(spec: ModelSpec, index: int, precision: Precision) -> list[Stat
     return ports
 
 
+def _soft_embedding(spec: ModelSpec, precision: Precision) -> StatePort:
+    """What the pass before predicted, as a mixture of embeddings per slot; zero at first."""
+    shape: tuple[Dim, ...] = ("B", spec.block_len, spec.width)
+    return _pair(
+        0, "soft_embedding", "soft_embedding", precision.state, shape, shape, "swap", "step"
+    )
+
+
 def _pair(
     index: int,
     kind: str,
@@ -221,8 +250,9 @@ def _pair(
     past: tuple[Dim, ...],
     present: tuple[Dim, ...],
     update: str,
+    scope: str = "committed",
 ) -> StatePort:
-    enter, leave = _PREFIXES["committed"]
+    enter, leave = _PREFIXES[scope]
     suffix = f"{stem}_{index:03d}"
     return StatePort(
         layer=index,
@@ -230,6 +260,7 @@ def _pair(
         past=Port(enter + suffix, dtype, past),
         present=Port(leave + suffix, dtype, present),
         update=update,
+        scope=scope,
     )
 
 
@@ -238,10 +269,11 @@ def graph_ports(
 ) -> tuple[tuple[Port, ...], tuple[Port, ...]]:
     """Inputs and outputs of the graph of one role, in order.
 
-    Inputs: ``input_ids``, the ``past_*`` ports in StateSpec order, ``past_length``,
-    ``commit_length``; outputs: ``present_*`` in StateSpec order, ``logits``. What a graph does
-    not use is left out: keys and values of the last stateful layer are not read by ``commit``,
-    because nothing after them is carried.
+    Inputs: ``input_ids``, the ``past_*`` and ``step_in_*`` ports in StateSpec order,
+    ``past_length``, ``commit_length``; outputs: ``present_*`` and ``step_out_*`` in StateSpec
+    order, ``logits``, ``last_logits``. What a graph does not use is left out: a commit pass ends
+    at the last stateful layer (unless it gives ``last_logits``), so it reads no appended keys and
+    values there; ports of scope ``step`` belong to denoise passes.
 
     Args:
         spec: The model.
@@ -261,25 +293,40 @@ def graph_ports(
     tokens = widths.get(role, f"{length}m")
     inputs = [Port("input_ids", "int64", ("B", tokens))]
     outputs: list[Port] = []
-    last = max((port.layer for port in state.ports), default=-1)
-    for port in state.ports:
-        if role == "commit" and port.layer == last and port.update == "append":
+    ended = _ends_at(spec, state, role)
+    for port in state.committed:
+        if port.layer == ended and port.update == "append":
             continue
         inputs.append(port.past)
+    if role != "commit":
+        inputs += [port.past for port in state.stepped]
     if _reads_past_length(spec, state, role):
         inputs.append(Port("past_length", "int64", ("B",)))
     if role in ("commit", "commit_denoise"):
         if _reads_commit_length(spec, state, role):
             inputs.append(Port("commit_length", "int64", ("B",)))
         symbol = "n" if role == "commit" else "m"
-        for port in state.ports:
+        for port in state.committed:
             new = f"{length}{symbol}"
             shape = tuple(_renamed(dim, f"{length}n", new) for dim in port.present.shape)
             outputs.append(Port(port.present.name, port.present.dtype, shape))
     if role != "commit":
+        outputs += [port.present for port in state.stepped]
         logit_tokens: Dim = "T" if role == "full" else length
         outputs.append(Port("logits", "float32", ("B", logit_tokens, spec.vocab_rows)))
+    if role in ("commit", "commit_denoise") and spec.logit_shift:
+        outputs.append(Port("last_logits", "float32", ("B", spec.vocab_rows)))
     return tuple(inputs), tuple(outputs)
+
+
+def last_stateful(state: StateSpec) -> int:
+    """Index of the last layer that carries anything; -1 where none does."""
+    return max((port.layer for port in state.committed), default=-1)
+
+
+def _ends_at(spec: ModelSpec, state: StateSpec, role: str) -> int | None:
+    """The layer after whose new state a pass of that role ends; None where it goes to the end."""
+    return last_stateful(state) if role == "commit" and not spec.logit_shift else None
 
 
 def _renamed(dim: Dim, old: str, new: str) -> Dim:
@@ -287,22 +334,23 @@ def _renamed(dim: Dim, old: str, new: str) -> Dim:
 
 
 def _reads_past_length(spec: ModelSpec, state: StateSpec, role: str) -> bool:
-    """Attention needs the row's position for its mask and its rotary embedding."""
-    owners = sorted({port.layer for port in state.ports if port.kind == "key"})
-    if not owners:
-        return False
-    if role != "commit":
-        return True
-    last = max(port.layer for port in state.ports)
-    rotated = any(spec.layers[i].attention.rotary_dim for i in owners)
-    return rotated or owners[0] != last
+    """Attention needs the row's position: for its mask, its rotary embedding, its sinks."""
+    ended = _ends_at(spec, state, role)
+    for index in sorted({port.layer for port in state.committed if port.kind == "key"}):
+        sizes = spec.layers[index].attention
+        if index != ended:
+            return True  # the mask of the cache
+        if (sizes.rotary_dim and sizes.keys_rotated) or (sizes.window is not None and sizes.sinks):
+            return True
+    return False
 
 
 def _reads_commit_length(spec: ModelSpec, state: StateSpec, role: str) -> bool:
     """Only a commit whose one mixer is an appended layer does not: the runtime cuts its columns."""
-    last = max((port.layer for port in state.ports), default=-1)
-    mixed_before = any(
+    ended = _ends_at(spec, state, role)
+    if role == "commit_denoise" or ended is None or state.swapped:
+        return True
+    return any(
         layer.mixer != "none" and (layer.stateful or spec.commit_reverse)
-        for layer in spec.layers[: max(last, 0)]
+        for layer in spec.layers[: max(ended, 0)]
     )
-    return role == "commit_denoise" or bool(state.swapped) or mixed_before

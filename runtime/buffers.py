@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from fixedstate.errors import CapacityError, DecodeError, SpecError
+from fixedstate.errors import CapacityError, DecodeError
 from fixedstate.ports import Array, numpy_dtype
 from fixedstate.state import StatePort, StateSpec
 
@@ -25,7 +25,9 @@ class StateBuffers:
     value, so it never holds anything but finite values.
 
     A row is live in one of the two buffers; :meth:`align` brings the rows of a batch into the
-    same one. That costs nothing as long as the same rows run together.
+    same one. That costs nothing as long as the same rows run together. Ports of scope ``step``
+    have pairs of their own, which trade places at every denoise pass and start anew with every
+    block.
 
     Args:
         state: What is carried.
@@ -33,6 +35,8 @@ class StateBuffers:
         block_len: L, in tokens.
         capacity: Columns of append ports at first; rounded up to a power of two.
         limit: Committed tokens per row at most; None for no limit.
+        last_logits: Width of the logits of each row's last committed token, where the model
+            predicts the next position; 0 where it does not.
     """
 
     def __init__(
@@ -42,9 +46,8 @@ class StateBuffers:
         block_len: int,
         capacity: int = 0,
         limit: int | None = None,
+        last_logits: int = 0,
     ) -> None:
-        if any(port.scope != "committed" for port in state.ports):
-            raise SpecError("state of scope 'step' is not supported by this runtime yet")
         self.state = state
         self.slots = slots
         self.limit = limit
@@ -52,7 +55,10 @@ class StateBuffers:
         self._base = max(LEAST_CAPACITY, block_len)
         self.capacity = self._capacity_for(capacity) if state.appended else 0
         self._side: Array = np.zeros(slots, np.int64)
+        self._step_side: Array = np.zeros(slots, np.int64)
+        self.last_logits: Array = np.zeros((slots, last_logits), np.float32)
         self._pairs = {port.suffix: self._allocate_pair(port) for port in state.swapped}
+        self._steps = {port.suffix: self._allocate_pair(port) for port in state.stepped}
         self._columns = {port.suffix: self._allocate(port) for port in state.appended}
 
     def _allocate(self, port: StatePort) -> Array:
@@ -80,22 +86,35 @@ class StateBuffers:
 
     def align(self, rows: int) -> int:
         """Bring rows 0..rows-1 into one buffer of each pair; returns which, 0 or 1."""
-        side = int(self._side[0])
-        for row in np.flatnonzero(self._side[:rows] != side):
-            for pair in self._pairs.values():
-                pair[side][row] = pair[1 - side][row]
-            self._side[row] = side
-        return side
+        return _align(self._pairs, self._side, rows)
+
+    def align_step(self, rows: int) -> int:
+        """The same for the pairs of scope ``step``."""
+        return _align(self._steps, self._step_side, rows)
 
     def past(self, port: StatePort, side: int, rows: int) -> Array:
         """The leading slice that enters a pass; one memory for as long as capacity stays."""
         if port.update == "append":
             return self._columns[port.suffix][:rows]
-        return self._pairs[port.suffix][side][:rows]
+        return self._pairs_of(port)[port.suffix][side][:rows]
 
     def present(self, port: StatePort, side: int, rows: int) -> Array:
-        """The leading slice of the other buffer of a swap port, which a commit writes."""
-        return self._pairs[port.suffix][1 - side][:rows]
+        """The leading slice of the other buffer of a swap port, which a pass writes."""
+        return self._pairs_of(port)[port.suffix][1 - side][:rows]
+
+    def _pairs_of(self, port: StatePort) -> dict[str, tuple[Array, Array]]:
+        return self._steps if port.scope == "step" else self._pairs
+
+    # --- a denoise pass
+
+    def advance_step(self, rows: int) -> None:
+        """Take over what a denoise pass wrote to the ports of scope ``step``."""
+        self._step_side[:rows] = 1 - self._step_side[:rows]
+
+    def begin_block(self, row: int) -> None:
+        """Give the ports of scope ``step`` the value they have before a block's first pass."""
+        for port in self.state.stepped:
+            self._steps[port.suffix][self._step_side[row]][row] = port.reset
 
     # --- a commit
 
@@ -129,14 +148,27 @@ class StateBuffers:
             array[:, :, :old] = self._columns[suffix]
         self._columns = grown
 
-    def commit(self, rows: int, commit_length: Array, columns: Mapping[str, Array]) -> None:
+    def commit(
+        self,
+        rows: int,
+        commit_length: Array,
+        columns: Mapping[str, Array],
+        last_logits: Array | None = None,
+    ) -> None:
         """Take over what a commit pass wrote: swap pairs, append columns, move past_length.
+
+        Rows that committed anything begin a new block; the others keep their ``last_logits``.
 
         Args:
             rows: k, the rows that ran.
             commit_length: (k,) int64, the real tokens of each.
             columns: For each append port, by suffix, (k, kv_heads, nL, head_dim).
+            last_logits: (k, V) of each row's last committed token, where the pass gives them.
         """
+        for row in map(int, np.flatnonzero(commit_length)):
+            self.begin_block(row)
+            if last_logits is not None:
+                self.last_logits[row] = last_logits[row]
         for suffix, new in columns.items():
             target = self._columns[suffix]
             for row in np.flatnonzero(commit_length):
@@ -151,35 +183,39 @@ class StateBuffers:
         """Give a row the state it has before its first token."""
         for port in self.state.swapped:
             self._pairs[port.suffix][self._side[row]][row] = port.reset
+        self.begin_block(row)
+        self.last_logits[row] = 0
         self.past_length[row] = 0
 
     def move(self, source: int, target: int) -> None:
         """Copy a row's state over another row."""
         if source == target:
             return
-        side = self._side[target] = self._side[source]
-        for pair in self._pairs.values():
-            pair[side][target] = pair[side][source]
+        for pairs, sides in ((self._pairs, self._side), (self._steps, self._step_side)):
+            side = sides[target] = sides[source]
+            for pair in pairs.values():
+                pair[side][target] = pair[side][source]
+        self.last_logits[target] = self.last_logits[source]
         used = self.past_length[source]
         for array in self._columns.values():
             array[target, :, :used] = array[source, :, :used]
         self.past_length[target] = used
 
     def read(self, row: int) -> dict[str, Array]:
-        """A copy of a row's state by suffix; append ports hold the committed columns only."""
+        """A copy of a row's committed state by suffix; append ports hold their used columns."""
         out = {suffix: pair[self._side[row]][row].copy() for suffix, pair in self._pairs.items()}
         used = self.past_length[row]
         out |= {suffix: array[row, :, :used].copy() for suffix, array in self._columns.items()}
-        return {port.suffix: out[port.suffix] for port in self.state.ports}
+        return {port.suffix: out[port.suffix] for port in self.state.committed}
 
     def write(self, row: int, arrays: Mapping[str, Array], past_length: int) -> None:
-        """Give a row a state that :meth:`read` returned, from here or elsewhere.
+        """Give a row a state that :meth:`read` returned, from here or elsewhere; a block begins.
 
         Raises:
             DecodeError: where names or shapes do not fit; nothing was changed.
             CapacityError: where it does not fit the limit; nothing was changed.
         """
-        for port in self.state.ports:
+        for port in self.state.committed:
             found = arrays[port.suffix].shape if port.suffix in arrays else None
             wanted = port.past.resolve(B=1, C=past_length)[1:]
             if found != wanted:
@@ -191,6 +227,7 @@ class StateBuffers:
             pair[self._side[row]][row] = arrays[suffix]
         for suffix, array in self._columns.items():
             array[row, :, :past_length] = arrays[suffix]
+        self.begin_block(row)
         self.past_length[row] = past_length
 
     def _make_room(self, row: int, need: int) -> None:
@@ -204,7 +241,7 @@ class StateBuffers:
     def scribble(self, row: int, rng: np.random.Generator, *, behind: bool) -> None:
         """Fill a row with finite garbage; with `behind`, only the columns no token was put in."""
         if not behind:
-            for pair in self._pairs.values():
+            for pair in (*self._pairs.values(), *self._steps.values()):
                 for buffer in pair:
                     buffer[row] = _noise(rng, buffer[row])
         start = self.past_length[row] if behind else 0
@@ -216,7 +253,8 @@ class StateBuffers:
     @property
     def nbytes(self) -> dict[str, int]:
         """Allocated bytes by suffix, both buffers of a pair included."""
-        out = {suffix: pair[0].nbytes + pair[1].nbytes for suffix, pair in self._pairs.items()}
+        pairs = {**self._pairs, **self._steps}
+        out = {suffix: pair[0].nbytes + pair[1].nbytes for suffix, pair in pairs.items()}
         return out | {suffix: array.nbytes for suffix, array in self._columns.items()}
 
     @property
@@ -229,7 +267,7 @@ class StateBuffers:
         return self.state.kv_bytes_per_token() * past_length
 
     def hash(self) -> dict[str, str]:
-        """A digest of every live byte by suffix, and of past_length, over all rows."""
+        """A digest of every live committed byte by suffix, and of past_length, over all rows."""
         out = {}
         for suffix, pair in self._pairs.items():
             digest = hashlib.blake2b(digest_size=16)
@@ -240,6 +278,16 @@ class StateBuffers:
             out[suffix] = hashlib.blake2b(array.tobytes(), digest_size=16).hexdigest()
         out["past_length"] = hashlib.blake2b(self.past_length.tobytes(), digest_size=16).hexdigest()
         return out
+
+
+def _align(pairs: Mapping[str, tuple[Array, Array]], sides: Array, rows: int) -> int:
+    """Copy rows into the buffer that row 0 is live in, where they are in the other one."""
+    side = int(sides[0])
+    for row in np.flatnonzero(sides[:rows] != side):
+        for pair in pairs.values():
+            pair[side][row] = pair[1 - side][row]
+        sides[row] = side
+    return side
 
 
 def _noise(rng: np.random.Generator, like: Array) -> Array:

@@ -47,8 +47,18 @@ class Engine(Protocol):
         """What the passes really run on."""
         ...
 
+    @property
+    def last_logits(self) -> Array:
+        """(slots, V) float32 logits of each row's last committed token, zeros before the first.
+
+        Only of a model with a logit shift; it has V = 0 elsewhere. Not to be written.
+        """
+        ...
+
     def denoise(self, ids: Array) -> Array:
         """Logits of a block behind each row's committed tokens; commits nothing.
+
+        State of scope ``step`` goes from pass to pass and starts anew after a commit or a reset.
 
         Args:
             ids: (k, L) integers, mask ids where a slot is open.
@@ -89,6 +99,10 @@ class ReadableEngine(Engine, Protocol):
 
     def read(self, row: int) -> dict[str, Array]:
         """A copy of a row's state by port suffix; keys and values of committed tokens only."""
+        ...
+
+    def begin_block(self, row: int) -> None:
+        """Forget what earlier denoise passes left in the state of scope ``step``."""
         ...
 
 
@@ -156,6 +170,7 @@ class _Bound:
     ids: Array
     commit_length: Array | None
     logits: Array | None
+    last_logits: Array | None
     columns: dict[str, Array]
 
 
@@ -208,7 +223,8 @@ class SessionEngine:
             raise UsageError(f"slots must be 1 or more; got {slots}")
         self._spec = spec
         self._sessions = {role: _pick(sessions, role) for role in ("denoise", "commit")}
-        self.buffers = StateBuffers(state, slots, spec.block_len, capacity, limit)
+        width = spec.vocab_rows if spec.logit_shift else 0
+        self.buffers = StateBuffers(state, slots, spec.block_len, capacity, limit, width)
         self._scratch = _Scratch()
         self._bound: dict[tuple[Any, ...], _Bound] = {}
         self._ports = {port.past.name: port for port in state.ports}
@@ -235,6 +251,11 @@ class SessionEngine:
         return self.buffers.past_length
 
     @property
+    def last_logits(self) -> Array:
+        """(slots, V) float32 logits of each row's last committed token; see :class:`Engine`."""
+        return self.buffers.last_logits
+
+    @property
     def provider(self) -> str:
         """What the passes really run on."""
         return self._sessions["denoise"].provider
@@ -247,6 +268,7 @@ class SessionEngine:
         if bound.commit_length is not None:
             bound.commit_length[:] = 0
         bound.binding.run()
+        self.buffers.advance_step(ids.shape[0])
         assert bound.logits is not None
         return bound.logits
 
@@ -261,7 +283,11 @@ class SessionEngine:
         if bound.commit_length is not None:
             bound.commit_length[:] = lengths
         bound.binding.run()
-        self.buffers.commit(rows, lengths, bound.columns)
+        self.buffers.commit(rows, lengths, bound.columns, bound.last_logits)
+
+    def begin_block(self, row: int) -> None:
+        """Forget what earlier denoise passes left in the state of scope ``step``."""
+        self.buffers.begin_block(row)
 
     def reset(self, row: int) -> None:
         """Give a row the state it has before its first token."""
@@ -291,24 +317,26 @@ class SessionEngine:
         return self.buffers.kv_bytes(past_length)
 
     def _bind(self, role: str, rows: int, blocks: int) -> _Bound:
-        side = self.buffers.align(rows)
-        key = (role, rows, blocks, side)
+        sides = self.buffers.align(rows), self.buffers.align_step(rows)
+        key = (role, rows, blocks, sides)
         bound = self._bound.get(key)
         if bound is None:
             self._scratch.grown = False
-            bound = self._make(role, rows, blocks, side)
+            bound = self._make(role, rows, blocks, *sides)
             if self._scratch.grown:  # older bindings hold the memory that was replaced
                 self._bound.clear()
             self._bound[key] = bound
         return bound
 
-    def _make(self, role: str, rows: int, blocks: int, side: int) -> _Bound:
+    def _make(self, role: str, rows: int, blocks: int, side: int, step_side: int) -> _Bound:
         session = self._sessions[role]
         sizes = {"B": rows, "n": blocks, "m": blocks, "C": self.buffers.capacity}
         inputs: dict[str, Array] = {}
         for port in session.inputs:
             if port.name in self._ports:
-                inputs[port.name] = self.buffers.past(self._ports[port.name], side, rows)
+                pair = self._ports[port.name]
+                which = step_side if pair.scope == "step" else side
+                inputs[port.name] = self.buffers.past(pair, which, rows)
             elif port.name == "past_length":
                 inputs[port.name] = self.buffers.past_length[:rows]
             else:
@@ -317,18 +345,20 @@ class SessionEngine:
         outputs: dict[str, Array] = {}
         columns: dict[str, Array] = {}
         for port in session.outputs:
-            pair = self._presents.get(port.name)
-            if pair is not None and pair.update == "swap":
-                outputs[port.name] = self.buffers.present(pair, side, rows)
+            leaves = self._presents.get(port.name)
+            if leaves is not None and leaves.update == "swap":
+                which = step_side if leaves.scope == "step" else side
+                outputs[port.name] = self.buffers.present(leaves, which, rows)
                 continue
             outputs[port.name] = self._scratch.view(port.name, port.dtype, port.resolve(**sizes))
-            if pair is not None:
-                columns[pair.suffix] = outputs[port.name]
+            if leaves is not None:
+                columns[leaves.suffix] = outputs[port.name]
         return _Bound(
             binding=session.bind(inputs, outputs),
             ids=inputs["input_ids"],
             commit_length=inputs.get("commit_length"),
             logits=outputs.get("logits"),
+            last_logits=outputs.get("last_logits"),
             columns=columns,
         )
 

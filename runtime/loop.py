@@ -28,6 +28,7 @@ from fixedstate.runtime.requests import (
     Result,
     Rules,
     check_decodable,
+    check_prompt,
     check_room,
     check_tokens,
     resolve_settings,
@@ -125,6 +126,9 @@ class Stream:
         length, slots = self._spec.block_len, engine.slots
         self._canvas: Array = np.full((slots, length), self._mask, np.int64)
         self._temperature: Array = np.zeros(slots)
+        self._shifted: Array | None = None
+        if self._spec.logit_shift:
+            self._shifted = np.empty((slots, length, self._spec.vocab_rows), np.float32)
         self._scorer = Scorer(self._spec.vocab_size, self._spec.vocab_rows, [self._mask])
         self._start = 0.0
         self._events = self._run()
@@ -163,6 +167,7 @@ class Stream:
         spec, settings = self._spec, request.settings
         what = "prompt ids" if index == 0 else f"prompt ids of request {index}"
         prompt = check_tokens(request.prompt_ids, spec, what)
+        check_prompt(prompt, spec, what)
         check_room(len(prompt), settings.max_new_tokens, spec.block_len, self._engine.limit)
         rules = resolve_settings(settings, spec, self._defaults)
         return _Row(index, prompt, rules, spec.block_len)
@@ -259,7 +264,7 @@ class Stream:
         start = time.perf_counter()
         logits = self._engine.denoise(self._canvas[: len(rows)])
         start = self._spent("denoise", start, rows)
-        self._reveal(logits)
+        self._reveal(self._by_slot(logits))
         closed = self._close_rows()
         start = self._spent("policy", start, rows)
         if self._on_pass is not None:
@@ -283,6 +288,16 @@ class Stream:
         return now
 
     # --- the policy
+
+    def _by_slot(self, logits: Array) -> Array:
+        """Logits that predict each slot: of the position before it where the model shifts."""
+        if self._shifted is None:
+            return logits
+        rows = len(logits)
+        shifted = self._shifted[:rows]
+        shifted[:, 0] = self._engine.last_logits[:rows]
+        shifted[:, 1:] = logits[:, :-1]
+        return shifted
 
     def _reveal(self, logits: Array) -> None:
         """Fill slots of every active row; rows with non-finite scores end with an error."""

@@ -185,11 +185,6 @@ def check_decodable(spec: ModelSpec) -> None:
             "this model looks at the whole sequence (objective 'full'): no exact cache exists "
             "for it, so it cannot be decoded block by block"
         )
-    if spec.logit_shift:
-        raise UsageError(
-            "this model predicts one place to the right (logit_shift): decoding it is not "
-            "supported yet"
-        )
 
 
 def resolve_settings(settings: Settings, spec: ModelSpec, defaults: DecodeDefaults) -> Rules:
@@ -239,6 +234,20 @@ def check_tokens(ids: Sequence[int] | Array, spec: ModelSpec, what: str) -> Arra
     if spec.mask_id is not None and masks.size:
         raise UsageError(f"{what}: id {spec.mask_id} at place {masks[0]} is the mask, not a token")
     return np.ascontiguousarray(array, np.int64)
+
+
+def check_prompt(prompt: Array, spec: ModelSpec, what: str) -> None:
+    """Refuse an empty prompt where nothing predicts the first position.
+
+    Raises:
+        UsageError: naming an id to begin with, where the model has one.
+    """
+    if spec.logit_shift and not len(prompt):
+        begin = "" if spec.bos_id is None else f", such as its begin id {spec.bos_id}"
+        raise UsageError(
+            f"{what} are empty, but this model predicts the next position (logit_shift): nothing "
+            f"predicts the first one; give at least one token{begin}"
+        )
 
 
 def check_room(prompt_len: int, max_new_tokens: int, block_len: int, limit: int | None) -> None:

@@ -40,6 +40,7 @@ class ScriptedEngine:
         self.spec, self.slots, self.limit = spec, slots, limit
         self.table = table or (lambda history, ids: names_position(spec, history))
         self.rows = [[] for _ in range(slots)]
+        self.last_logits = np.zeros((slots, spec.vocab_rows if spec.logit_shift else 0))
         self.denoised, self.commits, self.log = 0, 0, []
         self.fail_at = None
 
@@ -62,13 +63,20 @@ class ScriptedEngine:
         self.commits += 1
         for row, count in enumerate(lengths):
             assert self.spec.mask_id not in ids[row, :count]
+            if count and self.spec.logit_shift:
+                start = (count - 1) // self.spec.block_len * self.spec.block_len
+                history = [*self.rows[row], *ids[row, :start].tolist()]
+                block = self.table(history, ids[row, start : start + self.spec.block_len])
+                self.last_logits[row] = block[count - 1 - start]
             self.rows[row] += ids[row, :count].tolist()
 
     def reset(self, row):
         self.rows[row] = []
+        self.last_logits[row] = 0
 
     def move(self, source, target):
         self.rows[target] = list(self.rows[source])
+        self.last_logits[target] = self.last_logits[source]
 
     def state_bytes(self):
         return 0

@@ -252,7 +252,6 @@ def test_wrong_requests_are_refused_in_one_sentence(engine, prompt, settings, me
     [
         ({"objective": "causal", "mask_id": None}, "autoregressive"),
         ({"objective": "full"}, "whole sequence"),
-        ({"logit_shift": True}, "logit_shift"),
     ],
 )
 def test_models_without_block_decoding_are_refused(changes, message):

@@ -7,7 +7,7 @@ tensor in the folder is used, and what config and weights both state must agree.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
@@ -18,9 +18,23 @@ import torch
 from fixedstate.bundle import DecodeDefaults, Source, sha256_of
 from fixedstate.errors import CheckpointError, SpecError
 from fixedstate.export import checkpoint_files as disk
+from fixedstate.export.adaln import Folded
 from fixedstate.export.checkpoint_writer import save_checkpoint
 from fixedstate.export.names import canonical_names, conv_shape_of, sample
-from fixedstate.export.published import OWN, Piece, pieces_of, shown, style_of
+from fixedstate.export.published import (
+    BD3LM,
+    DIMAMBA,
+    MAMBA_SSM,
+    OWN,
+    TRANSFORMERS,
+    Piece,
+    Plan,
+    pieces_of,
+    shown,
+    style_of,
+)
+from fixedstate.export.published_bd3lm import plan_of as bd3lm_plan
+from fixedstate.export.published_dimamba import plan_of as dimamba_plan
 from fixedstate.export.published_sizes import spec_of
 from fixedstate.export.weights import Shape, random_tensors, tensor_shapes
 from fixedstate.spec import BLOCK_LEN_RANGE, ModelSpec
@@ -53,7 +67,8 @@ class Checkpoint:
 
     Attributes:
         spec: What the model is.
-        tensors: float32, one for each name of :func:`tensor_shapes`.
+        tensors: float32, one for each name of :func:`tensor_shapes`, in that order; each is read
+            from its file when it is asked for.
         decode: How it decodes unless told otherwise.
         tokenizer_files: Its tokenizer files by name.
         licence_files: Its LICENSE and NOTICE files by name.
@@ -94,10 +109,10 @@ def load_checkpoint(
     Args:
         source: Name of a shipped model (a bare string), or a folder with config.json and
             model.safetensors, or shards with model.safetensors.index.json.
-        block_len: L in tokens. Needed for published formats; the own format states it.
-        mask_id: Id of the mask, for published formats; None makes them ``causal``.
+        block_len: L in tokens, where the checkpoint does not state it.
+        mask_id: Id of the mask, for published formats; None makes Mamba models ``causal``.
         stop_ids: Ids that end a text; None for what the checkpoint states.
-        objective: ``block`` or ``causal``; None for what checkpoint and mask id imply.
+        objective: ``block``, ``full`` or ``causal``; None for what checkpoint and mask id imply.
         conv_layout: ``d1k``, ``dk`` or ``dk1``, where the shapes of convolution weights leave two
             readings; elsewhere they must agree with it.
         allow_unexpected: Leave out tensors that the model does not have, with a note.
@@ -133,7 +148,7 @@ def _load(
 ) -> Checkpoint:
     config = disk.read_config(folder)
     style = style_of(config)
-    if style != OWN and overrides["block_len"] is None:
+    if style in (MAMBA_SSM, TRANSFORMERS) and overrides["block_len"] is None:
         low, high = BLOCK_LEN_RANGE
         raise CheckpointError(
             f"a {style} checkpoint states no block length, expected --block-len: give one from "
@@ -148,24 +163,24 @@ def _load(
     }
     shapes = {key: layouts.get(key, entries[raw].shape) for key, raw in names.items()}
     if style == OWN:
-        spec, decode = _own_spec(config)
-        _check_overrides(spec, overrides)
-        pieces = {key: Piece(key) for key in tensor_shapes(spec)}
+        plan = _own_plan(config)
+        _check_overrides(plan.spec, overrides)
     else:
         generation = folder / disk.GENERATION
         if overrides["stop_ids"] is None:
             overrides = {**overrides, "stop_ids": _stop_ids(config, generation)}
         if generation.exists():
             files.append(generation)
-        spec, decode = spec_of(config, style, shapes, note, **overrides), DecodeDefaults()
-        pieces = pieces_of(spec)
-    spec = _usable_vocabulary(spec, disk.tokenizer_size(folder), note)
-    pieces, twin = _match(pieces, names, spec, style, allow_unexpected, note)
-    _check_shapes(pieces, shapes, spec, entries, names)
+        plan = _published_plan(config, style, shapes, note, overrides)
+    spec = _usable_vocabulary(plan.spec, disk.tokenizer_size(folder), note)
+    pieces, twins = _match(plan, names, style, allow_unexpected, note)
+    _check_shapes(plan, pieces, shapes, entries, names)
+    tensors = _Tensors(pieces, names, entries, layouts)
+    _check_values(tensors, pieces, twins, names, entries)
     return Checkpoint(
         spec=spec,
-        tensors=_collect(pieces, twin, names, entries, layouts),
-        decode=decode,
+        tensors=tensors,
+        decode=plan.decode,
         tokenizer_files=disk.tokenizer_files(folder),
         licence_files=disk.licence_files(folder),
         source=Source(
@@ -200,7 +215,22 @@ def _published_name(config: Mapping[str, Any]) -> str:
     return "" if _LOCAL.search(name) else name
 
 
-def _own_spec(config: Mapping[str, Any]) -> tuple[ModelSpec, DecodeDefaults]:
+def _published_plan(
+    config: Mapping[str, Any],
+    style: str,
+    shapes: Mapping[str, Shape],
+    note: Note,
+    overrides: Mapping[str, Any],
+) -> Plan:
+    readers = {BD3LM: bd3lm_plan, DIMAMBA: dimamba_plan}
+    if style in readers:
+        plan = readers[style](config, shapes, note, **overrides)
+        return replace(plan, pieces={name: plan.pieces[name] for name in tensor_shapes(plan.spec)})
+    spec = spec_of(config, style, shapes, note, **overrides)
+    return Plan(spec, pieces_of(spec))
+
+
+def _own_plan(config: Mapping[str, Any]) -> Plan:
     unknown = sorted(set(config) - {*_OWN_KEYS, *_OWN_EXTRAS})
     missing = [key for key in _OWN_KEYS if key not in config]
     if unknown or missing:
@@ -216,7 +246,7 @@ def _own_spec(config: Mapping[str, Any]) -> tuple[ModelSpec, DecodeDefaults]:
             f"config.json describes no model ({type(err).__name__}: {err}): write it as "
             "docs/checkpoints.md says"
         ) from err
-    return spec, decode
+    return Plan(spec, {key: Piece(key) for key in tensor_shapes(spec)}, decode=decode)
 
 
 def _check_overrides(spec: ModelSpec, given: Mapping[str, Any]) -> None:
@@ -257,25 +287,25 @@ def _usable_vocabulary(spec: ModelSpec, tokenizer: int | None, note: Note) -> Mo
 
 
 def _match(
-    pieces: dict[str, Piece],
+    plan: Plan,
     names: Mapping[str, str],
-    spec: ModelSpec,
     style: str,
     allow_unexpected: bool,
     note: Note,
-) -> tuple[dict[str, Piece], str | None]:
-    """Pieces that are all there, and a second copy of the embedding that must be equal to it."""
-    pieces = dict(pieces)
+) -> tuple[dict[str, Piece | Folded], dict[str, str]]:
+    """Pieces that are all there, and second copies with what they must be equal to."""
+    pieces, spec = dict(plan.pieces), plan.spec
     head = "head.weight" if style == OWN else "lm_head.weight"
-    twin = None
+    twins = {key: of for key, of in plan.twins.items() if key in names}
     if spec.tied_embeddings and head in names:
         if "embedding.weight" in names:
-            twin = head
+            twins[head] = "embedding.weight"
         else:
             note(f"embedding and head are tied, stored once as {names[head]}")
             pieces["embedding.weight"] = Piece(head)
-    used = {piece.key for piece in pieces.values()} | {head if twin else ""}
-    missing = list(dict.fromkeys(p.key for p in pieces.values() if p.key not in names))
+    needed = list(dict.fromkeys(key for piece in pieces.values() for key in piece.keys))
+    used = {*needed, *twins}
+    missing = [key for key in needed if key not in names]
     unexpected = [raw for key, raw in names.items() if key not in used]
     if missing:
         tie = ""
@@ -293,21 +323,17 @@ def _match(
         )
     for raw in unexpected:
         note(f"left out the unexpected tensor {raw}")
-    return pieces, twin
+    return pieces, twins
 
 
 def _check_shapes(
-    pieces: Mapping[str, Piece],
+    plan: Plan,
+    pieces: Mapping[str, Piece | Folded],
     shapes: Mapping[str, Shape],
-    spec: ModelSpec,
     entries: Mapping[str, disk.Entry],
     names: Mapping[str, str],
 ) -> None:
-    expected: dict[str, Shape] = {}
-    for name, shape in tensor_shapes(spec).items():
-        piece = pieces[name]
-        rows = shape[0] if piece.stop is None else max(expected.get(piece.key, (0,))[0], piece.stop)
-        expected[piece.key] = (rows, *shape[1:])
+    expected: dict[str, Shape] = dict(plan.shapes) or _shapes_of_pieces(plan.spec, pieces)
     wrong = [key for key, shape in expected.items() if shapes[key] != shape]
     if wrong:
         key = wrong[0]
@@ -319,24 +345,90 @@ def _check_shapes(
         )
 
 
-def _collect(
-    pieces: Mapping[str, Piece],
-    twin: str | None,
+def _shapes_of_pieces(spec: ModelSpec, pieces: Mapping[str, Piece | Folded]) -> dict[str, Shape]:
+    """Shape of each tensor of the file whose rows are those of the own layout."""
+    expected: dict[str, Shape] = {}
+    for name, shape in tensor_shapes(spec).items():
+        piece = pieces[name]
+        assert isinstance(piece, Piece)
+        rows = shape[0] if piece.stop is None else max(expected.get(piece.key, (0,))[0], piece.stop)
+        expected[piece.key] = (rows, *shape[1:])
+    return expected
+
+
+class _Tensors(Mapping[str, torch.Tensor]):
+    """float32 tensors of the own layout, each read from its file when it is asked for."""
+
+    def __init__(
+        self,
+        pieces: Mapping[str, Piece | Folded],
+        names: Mapping[str, str],
+        entries: Mapping[str, disk.Entry],
+        layouts: Mapping[str, Shape],
+    ) -> None:
+        self._pieces = pieces
+        self._names = names
+        self._entries = entries
+        self._layouts = layouts
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        piece = self._pieces[name]
+        if isinstance(piece, Folded):
+            return piece.make({key: self._read(Piece(key)) for key in piece.keys})
+        return self._read(piece)
+
+    def _read(self, piece: Piece) -> torch.Tensor:
+        raw = self._names[piece.key]
+        tensor = disk.read_tensor(raw, self._entries[raw], piece.start, piece.stop)
+        if piece.key in self._layouts:
+            tensor = tensor.reshape(-1, *self._layouts[piece.key][1:])
+        return disk.widen(tensor)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._pieces)
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+
+_ROWS = 1 << 12
+"""Rows of two tensors that are compared at a time."""
+
+
+def _check_values(
+    tensors: Mapping[str, torch.Tensor],
+    pieces: Mapping[str, Piece | Folded],
+    twins: Mapping[str, str],
     names: Mapping[str, str],
     entries: Mapping[str, disk.Entry],
-    layouts: Mapping[str, Shape],
-) -> dict[str, torch.Tensor]:
-    keys = {piece.key for piece in pieces.values()} | ({twin} if twin else set())
-    read = disk.read_tensors({names[key]: entries[names[key]] for key in keys})
-    if twin and not torch.equal(read[names[twin]], read[names["embedding.weight"]]):
-        raise CheckpointError(
-            f"{names[twin]} and {names['embedding.weight']} differ, config.json says they are "
-            "tied: set the tie flag to false, or remove the one that is not meant"
-        )
-    out = {}
+) -> None:
+    """Look at every value once, one tensor at a time: finite, and second copies equal."""
+    keys = {key for piece in pieces.values() for key in piece.keys} | set(twins)
+    used = sorted((names[key] for key in keys), key=lambda raw: entries[raw].offset)
+    for raw in sorted(used, key=lambda raw: entries[raw].file):
+        disk.check_dtype(raw, entries[raw])
+    for raw in sorted(used, key=lambda raw: entries[raw].file):
+        disk.read_tensor(raw, entries[raw])
     for name, piece in pieces.items():
-        tensor = read[names[piece.key]]
-        if piece.key in layouts:
-            tensor = tensor.reshape(layouts[piece.key])
-        out[name] = tensor if piece.stop is None else tensor[piece.start : piece.stop].clone()
-    return out
+        if isinstance(piece, Folded):  # may overflow where its parts do not
+            tensors[name]
+    for twin, key in twins.items():
+        if not _equal(names[twin], names[key], entries):
+            raise CheckpointError(
+                f"{names[twin]} and {names[key]} differ, config.json says they are tied: set the "
+                "tie flag to false, or remove the one that is not meant"
+            )
+
+
+def _equal(one: str, other: str, entries: Mapping[str, disk.Entry]) -> bool:
+    """Whether two tensors have equal values, compared in pieces."""
+    shape = entries[one].shape
+    if shape != entries[other].shape:
+        return False
+    rows = shape[0] if shape else 1
+    for start in range(0, rows, _ROWS):
+        cut = (start, min(start + _ROWS, rows)) if shape else (0, None)
+        pair = [disk.widen(disk.read_tensor(raw, entries[raw], *cut)) for raw in (one, other)]
+        if not torch.equal(*pair):
+            return False
+    return True

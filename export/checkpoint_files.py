@@ -6,7 +6,9 @@ a file that is missing, cut, or not what its name says is an error naming it.
 
 from __future__ import annotations
 
+import io
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +19,7 @@ import safetensors
 import torch
 
 from fixedstate.errors import CheckpointError
+from fixedstate.export.stored import nonfinite
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
@@ -43,7 +46,7 @@ _LICENCE_TITLES = {
 _POINTER = b"version https://git-lfs"
 _PICKLE = (b"PK\x03\x04", b"\x80")  # a zip of torch.save, a bare pickle
 _AGAIN = "download or copy it again"
-_WIDENED = ("F32", "F16", "BF16")
+_WIDENED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,8 @@ class Entry:
     file: Path
     shape: tuple[int, ...]
     dtype: str  # as safetensors spells it: F32, BF16, ...
+    offset: int = 0  # first byte in the file
+    stamp: tuple[int, int, int] = (0, 0, 0)  # of the file when its header was read
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -212,17 +217,32 @@ def _header(file: Path) -> dict[str, Entry]:
     head = _head(file)
     size = file.stat().st_size
     try:
-        with safetensors.safe_open(file, framework="pt") as stream:
+        with safetensors.safe_open(file, framework="pt") as stream:  # refuses what is not whole
             slices = {name: stream.get_slice(name) for name in stream.keys()}  # noqa: SIM118
-            return {
-                name: Entry(file, tuple(piece.get_shape()), str(piece.get_dtype()))
+            said = {
+                name: (tuple(piece.get_shape()), str(piece.get_dtype()))
                 for name, piece in slices.items()
             }
-    except (safetensors.SafetensorError, OSError, ValueError) as err:
+        with file.open("rb") as raw:
+            length = int.from_bytes(raw.read(8), "little")
+            header = json.loads(raw.read(length))
+        return {
+            name: Entry(
+                file, *said[name], 8 + length + header[name]["data_offsets"][0], _stamp(file)
+            )
+            for name in said
+        }
+    except (safetensors.SafetensorError, OSError, ValueError, KeyError) as err:
         what = _looks_like(head) or "not a whole safetensors file, "
         raise CheckpointError(
             f"{file} is damaged ({size} bytes, {what.rstrip(', ')}): {_AGAIN}"
         ) from err
+
+
+def _stamp(file: Path) -> tuple[int, int, int]:
+    """What changes where somebody writes another file in this place."""
+    found = file.stat()
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def widen(tensor: torch.Tensor) -> torch.Tensor:
@@ -230,36 +250,70 @@ def widen(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to(torch.float32, copy=True).contiguous()
 
 
-def read_tensors(entries: Mapping[str, Entry]) -> dict[str, torch.Tensor]:
-    """The named tensors as float32, each file opened once.
+def check_dtype(name: str, entry: Entry) -> None:
+    """Refuse a dtype that float32 cannot hold exactly.
 
     Raises:
-        CheckpointError: for a dtype that float32 cannot hold exactly, a value that is not
-            finite, or a file that changed under way.
+        CheckpointError: naming the tensor.
     """
-    out: dict[str, torch.Tensor] = {}
-    for file in sorted({entry.file for entry in entries.values()}):
-        mine = {name: entry for name, entry in entries.items() if entry.file == file}
-        for name, entry in mine.items():
-            if entry.dtype not in _WIDENED:
-                raise CheckpointError(
-                    f"tensor {name} of {file.name} has dtype {entry.dtype}, expected one of "
-                    f"{', '.join(_WIDENED)}: save the checkpoint in float32, float16 or bfloat16"
-                )
-        try:
-            with safetensors.safe_open(file, framework="pt") as stream:
-                for name in mine:
-                    out[name] = widen(stream.get_tensor(name))
-        except (safetensors.SafetensorError, OSError) as err:
-            raise CheckpointError(f"{file} changed while it was read: {_AGAIN}") from err
-        for name in mine:
-            bad = int((~torch.isfinite(out[name])).sum())
-            if bad:
-                raise CheckpointError(
-                    f"tensor {name} of {file.name} holds {bad} NaN or Inf values of "
-                    f"{out[name].numel()}: the checkpoint is broken, use another one"
-                )
-    return out
+    if entry.dtype not in _WIDENED:
+        raise CheckpointError(
+            f"tensor {name} of {entry.file.name} has dtype {entry.dtype}, expected one of "
+            f"{', '.join(_WIDENED)}: save the checkpoint in float32, float16 or bfloat16"
+        )
+
+
+def read_tensor(name: str, entry: Entry, start: int = 0, stop: int | None = None) -> torch.Tensor:
+    """A tensor of a weight file, or some of its rows, in the file's own dtype.
+
+    The bytes are read, not mapped: pages of a mapping would count as this process's memory.
+
+    Args:
+        name: Its name in the file.
+        entry: Where it stands.
+        start: First row.
+        stop: Behind the last row; None for all.
+
+    Raises:
+        CheckpointError: for a dtype that float32 cannot hold exactly, a value that is not finite,
+            or a file that changed since its header was read.
+    """
+    check_dtype(name, entry)
+    shape = entry.shape
+    if (start, stop) != (0, None):
+        shape = ((shape[0] if stop is None else stop) - start, *shape[1:])
+    dtype = _WIDENED[entry.dtype]
+    row = math.prod(entry.shape[1:]) * dtype.itemsize
+    raw = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8)
+    try:
+        if _stamp(entry.file) != entry.stamp:
+            raise OSError
+        with entry.file.open("rb", buffering=0) as stream:
+            stream.seek(entry.offset + start * row)
+            _fill(stream, raw.numpy().data)
+    except OSError as err:
+        raise CheckpointError(f"{entry.file} changed while it was read: {_AGAIN}") from err
+    tensor = raw.view(dtype).reshape(shape)
+    bad = nonfinite(tensor)
+    if bad:
+        raise CheckpointError(
+            f"tensor {name} of {entry.file.name} holds {bad} NaN or Inf values of "
+            f"{tensor.numel()}: the checkpoint is broken, use another one"
+        )
+    return tensor
+
+
+def _fill(stream: io.FileIO, target: memoryview) -> None:
+    """Read until the target is full: one read gives at most 2 GiB.
+
+    Raises:
+        OSError: where the file ends before.
+    """
+    while target:
+        count = stream.readinto(target)
+        if not count:
+            raise OSError
+        target = target[count:]
 
 
 def tokenizer_files(folder: Path) -> dict[str, Path]:

@@ -16,7 +16,8 @@ from fixedstate.errors import CheckpointError
 from fixedstate.export import checkpoint_files as disk
 from fixedstate.export.names import sample
 from fixedstate.export.published import OWN
-from fixedstate.export.weights import tensor_shapes
+from fixedstate.export.stored import nonfinite
+from fixedstate.export.weights import Shape, tensor_shapes
 from fixedstate.spec import ModelSpec
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -37,7 +38,8 @@ def save_checkpoint(
     Args:
         folder: Where; refused if it exists, unless ``force``.
         spec: The model.
-        tensors: One for each name of :func:`tensor_shapes`.
+        tensors: One for each name of :func:`tensor_shapes`; asked for once, and held for as long
+            as their weight file is written.
         decode: How it decodes unless told otherwise.
         tokenizer: A tokenizer.json to put beside it, or a folder of tokenizer files.
         shards: Number of weight files.
@@ -48,21 +50,22 @@ def save_checkpoint(
         CheckpointError: where a tensor is missing, unknown, misshapen, or not finite in ``dtype``.
         UsageError: where the folder exists or cannot be written.
     """
-    ready = _checked(spec, tensors, dtype)
+    shapes = _checked(spec, tensors, dtype)
     decode = decode or DecodeDefaults()
-    if not 1 <= shards <= len(ready):
-        raise CheckpointError(f"shards is {shards}, expected 1 to {len(ready)}, the tensors")
+    if not 1 <= shards <= len(shapes):
+        raise CheckpointError(f"shards is {shards}, expected 1 to {len(shapes)}, the tensors")
     config = {"format": OWN, "model": spec.to_dict(), "decode": decode.to_dict()}
     with staged_folder(Path(folder), force=force) as staging:
         _write_json(staging / disk.CONFIG, config)
-        _write_weights(staging, ready, shards)
+        _write_weights(staging, tensors, shapes, dtype, shards)
         for name, file in _tokenizer_sources(tokenizer).items():
             shutil.copyfile(file, staging / name)
 
 
 def _checked(
     spec: ModelSpec, tensors: Mapping[str, torch.Tensor], dtype: str | None
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Shape]:
+    """The shapes that the tensors must have, where their names and the dtype are right."""
     if dtype is not None and dtype not in _DTYPES:
         raise CheckpointError(f"dtype {dtype!r} was given, expected one of {', '.join(_DTYPES)}")
     shapes = tensor_shapes(spec)
@@ -71,22 +74,22 @@ def _checked(
         raise CheckpointError(
             f"tensors missing or unknown: {sample(odd)}; expected the names of tensor_shapes(spec)"
         )
-    out = {}
-    for name, shape in shapes.items():
-        tensor = tensors[name].detach()
-        kept = tensor.dtype if dtype is None else _DTYPES[dtype]
-        # A copy: modules that share a parameter would give tensors that share memory.
-        tensor = tensor.to("cpu", kept, copy=True).contiguous()
-        if tuple(tensor.shape) != shape:
-            raise CheckpointError(
-                f"tensor {name} has shape {tuple(tensor.shape)}, the model needs {shape}"
-            )
-        if not bool(torch.isfinite(tensor).all()):
-            raise CheckpointError(
-                f"tensor {name} holds NaN or Inf as {tensor.dtype}: save it in a wider dtype"
-            )
-        out[name] = tensor
-    return out
+    return shapes
+
+
+def _ready(name: str, tensor: torch.Tensor, shape: Shape, dtype: str | None) -> torch.Tensor:
+    """A tensor as it is written: an own copy, since shared parameters would share memory."""
+    kept = tensor.dtype if dtype is None else _DTYPES[dtype]
+    tensor = tensor.detach().to("cpu", kept, copy=True).contiguous()
+    if tuple(tensor.shape) != shape:
+        raise CheckpointError(
+            f"tensor {name} has shape {tuple(tensor.shape)}, the model needs {shape}"
+        )
+    if nonfinite(tensor):
+        raise CheckpointError(
+            f"tensor {name} holds NaN or Inf as {tensor.dtype}: save it in a wider dtype"
+        )
+    return tensor
 
 
 def _tokenizer_sources(tokenizer: str | Path | None) -> dict[str, Path]:
@@ -103,17 +106,23 @@ def _write_json(file: Path, data: Mapping[str, Any]) -> None:
     file.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
 
-def _write_weights(folder: Path, tensors: Mapping[str, torch.Tensor], shards: int) -> None:
-    meta = {"format": "pt"}
-    if shards == 1:
-        save_file(dict(tensors), folder / disk.WEIGHTS, meta)
-        return
-    names = list(tensors)
+def _write_weights(
+    folder: Path,
+    tensors: Mapping[str, torch.Tensor],
+    shapes: Mapping[str, Shape],
+    dtype: str | None,
+    shards: int,
+) -> None:
+    names = list(shapes)
     placed = {}
+    size = 0
     for index in range(shards):
         mine = names[index * len(names) // shards : (index + 1) * len(names) // shards]
-        file = f"model-{index + 1:05}-of-{shards:05}.safetensors"
-        save_file({name: tensors[name] for name in mine}, folder / file, meta)
+        file = f"model-{index + 1:05}-of-{shards:05}.safetensors" if shards > 1 else disk.WEIGHTS
+        ready = {name: _ready(name, tensors[name], shapes[name], dtype) for name in mine}
+        save_file(ready, folder / file, {"format": "pt"})
         placed.update(dict.fromkeys(mine, file))
-    size = sum(tensor.nbytes for tensor in tensors.values())
-    _write_json(folder / disk.INDEX, {"metadata": {"total_size": size}, "weight_map": placed})
+        size += sum(tensor.nbytes for tensor in ready.values())
+        del ready  # before the next ones are made
+    if shards > 1:
+        _write_json(folder / disk.INDEX, {"metadata": {"total_size": size}, "weight_map": placed})

@@ -17,15 +17,15 @@ from torch import Tensor, nn
 from fixedstate.errors import ExportError
 from fixedstate.export.attention import attention
 from fixedstate.export.layers import ACTIVATIONS, layer_norm, linear, rms_norm
+from fixedstate.export.linear_attention import linear_attention
+from fixedstate.export.mamba1 import mamba1
 from fixedstate.export.mamba2 import mamba2
 from fixedstate.export.passinfo import PassInfo
+from fixedstate.export.stored import TORCH_DTYPES, is_island, stored
 from fixedstate.plugins.torch_ops import PLAIN, BlockOps, wide
+from fixedstate.ports import Port
 from fixedstate.spec import LayerSpec, ModelSpec
 from fixedstate.state import Precision, StateSpec, graph_ports, last_stateful
-
-_TORCH = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-_ISLANDS = ("norm.weight", "norm.bias", "dt_bias", "dt_proj.bias", "A", "D", "_gate")
-_PROJECTIONS = ("_proj.weight",)
 
 State = Mapping[str, Tensor]
 """Carried tensors by suffix, e.g. ``ssm_state_003``."""
@@ -37,7 +37,12 @@ Mixer = Callable[
 """``(layer, weights, x [B, T, D], states by kind, info, operators) -> (y, new states by kind)``;
 y is None where only the new states are wanted."""
 
-_MIXERS: dict[str, Mixer] = {"attention": attention, "mamba2": mamba2}
+_MIXERS: dict[str, Mixer] = {
+    "attention": attention,
+    "linear_attention": linear_attention,
+    "mamba1": mamba1,
+    "mamba2": mamba2,
+}
 
 
 def check_supported(spec: ModelSpec) -> None:
@@ -46,26 +51,46 @@ def check_supported(spec: ModelSpec) -> None:
     Raises:
         ExportError: naming layer and feature.
     """
-    for index, layer in enumerate(spec.layers):
-        what = None
-        if layer.mixer not in (*_MIXERS, "none"):
-            what = f"mixer {layer.mixer!r}"
-        elif layer.mixer == "attention" and layer.direction == "reverse":
-            what = "attention of direction 'reverse'"
-        elif layer.mixer == "attention" and layer.attention.window is not None:
-            what = f"a sliding window of {layer.attention.window} tokens"
-        elif layer.mixer == "attention" and not layer.attention.keys_rotated:
-            what = "keys cached before rotary embedding"
-        if what:
-            raise ExportError(
-                f"layer {index}: {what} is not supported yet; supported mixers are Mamba-2 and "
-                "attention over the whole prefix"
-            )
-    if spec.objective == "full":
+    if spec.objective != "full" and not any(layer.stateful for layer in spec.layers):
         raise ExportError(
-            "objective 'full' (bidirectional over the whole sequence, no exact cache) is not "
-            "supported yet: export a model trained block-causally"
+            "no layer carries anything from block to block (all are of direction 'reverse' or "
+            "without a mixer), so there is nothing to commit: a block-causal model needs one that "
+            "does"
         )
+    check_layers(spec)
+
+
+def check_layers(spec: ModelSpec) -> None:
+    """The same for the layers alone: a part of a model may carry nothing.
+
+    Raises:
+        ExportError: naming layer and feature.
+    """
+    for index, layer in enumerate(spec.layers):
+        what = _unsupported(spec, layer)
+        if what:
+            raise ExportError(f"layer {index}: {what}")
+
+
+def _unsupported(spec: ModelSpec, layer: LayerSpec) -> str:
+    """What of a layer is not computed, and what is; empty where everything is."""
+    if layer.mixer not in (*_MIXERS, "none"):
+        return f"mixer {layer.mixer!r} is not supported; use one of {', '.join(_MIXERS)}"
+    if layer.mixer.endswith("attention") and layer.direction == "reverse":
+        return f"{layer.mixer} of direction 'reverse' is not supported; use 'block' or 'forward'"
+    if spec.objective != "full":
+        return ""
+    carried = ""
+    if layer.mixer == "linear_attention":
+        carried = "linear_attention"
+    elif layer.mixer == "attention" and layer.attention.window is not None:
+        carried = f"a sliding window of {layer.attention.window} tokens"
+    if carried:
+        return (
+            f"{carried} is a state carried from block to block, and objective 'full' (the whole "
+            "sequence at once) has no blocks: use attention without a window"
+        )
+    return ""
 
 
 @dataclass(slots=True)
@@ -76,33 +101,106 @@ class Passed:
         states: New states by suffix.
         logits: [B, L, vocab_rows] float32, where the role has them.
         last_logits: [B, vocab_rows] float32, where a commit pass of the model has them.
+        hidden: [B, T, D] what leaves the last layer, of a part of a model that ends there.
     """
 
     states: dict[str, Tensor]
     logits: Tensor | None = None
     last_logits: Tensor | None = None
+    hidden: Tensor | None = None
 
 
-def as_stored(tensors: Mapping[str, Tensor], precision: Precision) -> dict[str, Tensor]:
-    """The weights a bundle of that precision holds, back in float32: what its graphs compute with.
+class BlockModel(nn.Module):
+    """What graphs, comparison and laws ask of a model; subclasses run the passes.
 
-    Args:
-        tensors: Own checkpoint layout.
-        precision: Of the bundle; its float32 islands are not rounded.
+    Attributes:
+        spec: The model.
+        precision: Dtypes of its ports.
+        state_spec: What it carries at that precision.
     """
-    dtype = _TORCH[precision.io]
-    return {
-        name: tensor.float() if _is_island(name) else tensor.to(dtype).float()
-        for name, tensor in tensors.items()
-    }
+
+    spec: ModelSpec
+    precision: Precision
+    state_spec: StateSpec
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What its activations are computed in."""
+        raise NotImplementedError
+
+    def at(self, precision: Precision) -> BlockModel:
+        """This model at a precision; itself where that is its own."""
+        raise NotImplementedError
+
+    def ports(self, role: str) -> tuple[tuple[Port, ...], tuple[Port, ...]]:
+        """Inputs and outputs of the graph of a role, in order: what enters comes first."""
+        return graph_ports(self.spec, self.state_spec, role)
+
+    def passes(self, role: str, ids: Tensor, state: State, **lengths: Tensor | None) -> Passed:
+        """One pass of any role; see :meth:`denoise` and :meth:`commit`."""
+        raise NotImplementedError
+
+    def denoise(self, ids: Tensor, state: State, past_length: Tensor | None = None) -> Tensor:
+        """Logits of one block on top of a committed state, which is only read.
+
+        Args:
+            ids: [B, L] int64.
+            state: Carried tensors by suffix.
+            past_length: [B] int64 committed tokens per row, where the model has attention.
+
+        Returns:
+            [B, L, vocab_rows] float32.
+        """
+        logits = self.passes("denoise", ids, state, past_length=past_length).logits
+        assert logits is not None
+        return logits
+
+    def commit(
+        self, ids: Tensor, state: State, past_length: Tensor | None, commit_length: Tensor
+    ) -> dict[str, Tensor]:
+        """The state after ``commit_length`` clean tokens of each row.
+
+        Args:
+            ids: [B, n*L] int64.
+            state: Carried tensors by suffix.
+            past_length: [B] int64 committed tokens per row, where the model has attention.
+            commit_length: [B] int64, 0 to n*L.
+
+        Returns:
+            New states by suffix; keys and values hold the new columns only.
+        """
+        lengths = {"past_length": past_length, "commit_length": commit_length}
+        return self.passes("commit", ids, state, **lengths).states
+
+    def zero_state(self, rows: int, capacity: int = 0) -> dict[str, Tensor]:
+        """The state before the first block: zeros, by suffix; float64 where the weights are."""
+        exact = self.dtype == torch.float64
+        return {
+            port.suffix: torch.zeros(
+                port.past.resolve(B=rows, C=capacity),
+                dtype=torch.float64 if exact else TORCH_DTYPES[port.past.dtype],
+            )
+            for port in self.state_spec.ports
+        }
+
+    def recompute(self, ids: Tensor) -> Tensor:
+        """Logits of the last block of a whole sequence, every block before it clean.
+
+        Args:
+            ids: [B, m*L] int64.
+
+        Returns:
+            [B, L, vocab_rows] float32.
+        """
+        rows, clean = ids.shape[0], ids.shape[1] - self.spec.block_len
+        state, past = self.zero_state(rows), torch.zeros(rows, dtype=torch.int64)
+        length = past + clean
+        if clean:
+            state |= self.commit(ids[:, :clean], state, past, length)
+        return self.denoise(ids[:, clean:], state, length)
 
 
-def _is_island(name: str) -> bool:
-    """Whether a tensor stays float32 whatever the io dtype."""
-    return name.endswith((*_ISLANDS, "A_log"))
-
-
-class Denoiser(nn.Module):
+class Denoiser(BlockModel):
     """A denoiser with given weights.
 
     Args:
@@ -124,37 +222,21 @@ class Denoiser(nn.Module):
         ops: BlockOps = PLAIN,
     ) -> None:
         super().__init__()
-        check_supported(spec)
+        check_layers(spec)
         self.spec = spec
         self.precision = precision or Precision()
         self.state_spec = StateSpec.of(spec, self.precision)
         self.ops = ops
         self._last_stateful = last_stateful(self.state_spec)
         self._names: dict[str, str] = {}
-        for name, tensor in tensors.items():
-            self._register(name, tensor)
+        io = TORCH_DTYPES[self.precision.io]
+        for name, weight in stored(tensors).items():
+            self._store(name, weight.make(tensors[weight.source], io))
         self._layers = [self._layer_weights(i) for i in range(len(spec.layers))]
         self.eval().requires_grad_(False)
 
-    def _register(self, name: str, tensor: Tensor) -> None:
-        """Keep a tensor under a module attribute: [in, out], A folded, islands in float32."""
-        if name.endswith("A_log"):
-            name, tensor = name.removesuffix("_log"), -torch.exp(tensor.float())
-        tensor = tensor.to(torch.float32 if _is_island(name) else _TORCH[self.precision.io])
-        if name.endswith(_PROJECTIONS) or name == "head.weight":
-            tensor = tensor.T
-        elif name.endswith("conv1d.weight"):
-            tensor = tensor.reshape(tensor.shape[0], -1)
-            bias = name.removesuffix("weight") + "bias"
-            if bias not in self._names:
-                # a convolution without bias is one with a zero bias: one operator, no options
-                self._store(bias, torch.zeros(tensor.shape[0], dtype=tensor.dtype))
-        self._store(name, tensor.contiguous())
-
     def _store(self, name: str, tensor: Tensor) -> None:
         attribute = name.replace(".", "__")
-        if name in self._names:
-            delattr(self, attribute)
         self.register_buffer(attribute, tensor, persistent=False)
         self._names[name] = attribute
 
@@ -166,9 +248,9 @@ class Denoiser(nn.Module):
         other.precision = precision
         other.state_spec = StateSpec.of(self.spec, precision)
         for name, attribute in self._names.items():
-            if not _is_island(name):
+            if not is_island(name):
                 buffer: Tensor = getattr(self, attribute)
-                setattr(other, attribute, buffer.to(_TORCH[precision.io]))
+                setattr(other, attribute, buffer.to(TORCH_DTYPES[precision.io]))
         return other
 
     def weight(self, name: str) -> Tensor:
@@ -211,7 +293,7 @@ class Denoiser(nn.Module):
         name = f"layers.{index}"
         if layer.norm_place != "after":
             x = self._norm(layer.norm, layer.norm_eps, f"{name}.norm", x)
-        x = x.to(self._io)
+        x = x.to(self.dtype)
         ports = {kind: port.suffix for kind, port in self.state_spec.layer(index).items()}
         states = {kind: state[suffix] for kind, suffix in ports.items() if suffix in state}
         weights = self._group(index, "mixer.")
@@ -221,10 +303,14 @@ class Denoiser(nn.Module):
             y = self._norm(layer.norm, layer.norm_eps, f"{name}.post_norm", y)
         if y is not None and layer.output_gate:
             y = (wide(y) * torch.tanh(self.weight(f"{name}.output_gate"))).to(y.dtype)
+        if layer.direction == "reverse" and info.commits and not self.spec.commit_reverse:
+            assert y is not None
+            y = torch.where(info.clean[..., None], 0.0, y)  # left out, its norm and bias too
         return y, made
 
     @property
-    def _io(self) -> torch.dtype:
+    def dtype(self) -> torch.dtype:
+        """What its activations are computed in."""
         return self.weight("embedding.weight").dtype
 
     def _embed(self, ids: Tensor, state: State, info: PassInfo) -> Tensor:
@@ -234,7 +320,7 @@ class Denoiser(nn.Module):
         if ports and info.role != "commit":
             soft = state[ports[0].suffix]
             seen = rms_norm(soft, self.weight("self_conditioning.norm.weight"), self.spec.norm_eps)
-            seen = seen.to(self._io)
+            seen = seen.to(self.dtype)
             gate, up, down = (
                 self.weight(f"self_conditioning.{name}_proj.weight")
                 for name in ("gate", "up", "down")
@@ -250,7 +336,7 @@ class Denoiser(nn.Module):
 
     def _soft_embedding(self, logits: Tensor) -> dict[str, Tensor]:
         """What the next pass of this block sees: softmax(logits) E, by suffix."""
-        mixture = torch.softmax(logits, -1).to(self._io) @ self.weight("embedding.weight")
+        mixture = torch.softmax(logits, -1).to(self.dtype) @ self.weight("embedding.weight")
         return {port.suffix: wide(mixture) for port in self.state_spec.stepped}
 
     def _run(self, ids: Tensor, state: State, info: PassInfo) -> tuple[Tensor, dict[str, Tensor]]:
@@ -269,13 +355,13 @@ class Denoiser(nn.Module):
             if layer.mlp != "none":
                 name = f"layers.{index}.mlp_norm"
                 normed = self._norm(layer.norm, layer.norm_eps, name, x)
-                x = x + self._mlp(layer, index, normed.to(self._io))
+                x = x + self._mlp(layer, index, normed.to(self.dtype))
         return x, made
 
     def _logits(self, x: Tensor) -> Tensor:
         """[..., vocab_rows] float32."""
         spec = self.spec
-        normed = self._norm(spec.norm, spec.norm_eps, "norm", x).to(self._io)
+        normed = self._norm(spec.norm, spec.norm_eps, "norm", x).to(self.dtype)
         if spec.tied_embeddings:
             logits = torch.nn.functional.linear(normed, self.weight("embedding.weight"))
         else:
@@ -307,38 +393,6 @@ class Denoiser(nn.Module):
             out.last_logits = self._last_logits(x, info.commit_length)
         return out
 
-    def denoise(self, ids: Tensor, state: State, past_length: Tensor | None = None) -> Tensor:
-        """Logits of one block on top of a committed state, which is only read.
-
-        Args:
-            ids: [B, L] int64.
-            state: Carried tensors by suffix.
-            past_length: [B] int64 committed tokens per row, where the model has attention.
-
-        Returns:
-            [B, L, vocab_rows] float32.
-        """
-        logits = self.passes("denoise", ids, state, past_length=past_length).logits
-        assert logits is not None
-        return logits
-
-    def commit(
-        self, ids: Tensor, state: State, past_length: Tensor | None, commit_length: Tensor
-    ) -> dict[str, Tensor]:
-        """The state after ``commit_length`` clean tokens of each row.
-
-        Args:
-            ids: [B, n*L] int64.
-            state: Carried tensors by suffix.
-            past_length: [B] int64 committed tokens per row, where the model has attention.
-            commit_length: [B] int64, 0 to n*L.
-
-        Returns:
-            New states by suffix; keys and values hold the new columns only.
-        """
-        lengths = {"past_length": past_length, "commit_length": commit_length}
-        return self.passes("commit", ids, state, **lengths).states
-
     def commit_denoise(
         self, ids: Tensor, state: State, past_length: Tensor | None, commit_length: Tensor
     ) -> tuple[dict[str, Tensor], Tensor]:
@@ -357,17 +411,6 @@ class Denoiser(nn.Module):
         passed = self.passes("commit_denoise", ids, state, **lengths)
         assert passed.logits is not None
         return passed.states, passed.logits
-
-    def zero_state(self, rows: int, capacity: int = 0) -> dict[str, Tensor]:
-        """The state before the first block: zeros, by suffix; float64 where the weights are."""
-        exact = self.weight("embedding.weight").dtype == torch.float64
-        return {
-            port.suffix: torch.zeros(
-                port.past.resolve(B=rows, C=capacity),
-                dtype=torch.float64 if exact else _TORCH[port.past.dtype],
-            )
-            for port in self.state_spec.ports
-        }
 
     def recompute(self, ids: Tensor) -> Tensor:
         """Logits of the last block of a whole sequence, without any cache.
@@ -389,16 +432,16 @@ class Denoiser(nn.Module):
 class RoleGraph(nn.Module):
     """One graph role as a module whose arguments and results are the ports, in order."""
 
-    def __init__(self, denoiser: Denoiser, role: str) -> None:
+    def __init__(self, denoiser: BlockModel, role: str) -> None:
         super().__init__()
         self.denoiser = denoiser
         self.role = role
-        self.inputs, self.outputs = graph_ports(denoiser.spec, denoiser.state_spec, role)
+        self.inputs, self.outputs = denoiser.ports(role)
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Take the input ports in order, give the output ports in order."""
         given = dict(zip((port.name for port in self.inputs), tensors, strict=True))
-        ids = given["input_ids"]
+        ids = given[self.inputs[0].name]
         denoiser = self.denoiser
         ports = denoiser.state_spec.ports
         state = {port.suffix: given[port.past.name] for port in ports if port.past.name in given}
@@ -411,6 +454,7 @@ class RoleGraph(nn.Module):
         passed = denoiser.passes(self.role, ids, state, **lengths)
         made = {port.present.name: passed.states.get(port.suffix) for port in ports}
         made |= {"logits": passed.logits, "last_logits": passed.last_logits}
+        made["hidden_out"] = passed.hidden
         results = [made[port.name] for port in self.outputs]
         assert all(result is not None for result in results)
         return tuple(results)  # type: ignore[arg-type]

@@ -6,14 +6,16 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 
 from fixedstate.errors import CheckpointError
-from fixedstate.export.published import OWN
+from fixedstate.export.published import DIMAMBA, OWN
 from fixedstate.export.weights import Shape
 
 CONV_LAYOUTS = ("d1k", "dk", "dk1")
 """Layouts of a depthwise convolution weight: (D, 1, K), (D, K) and (D, K, 1)."""
 
 _WRAPPERS = re.compile(r"^((?:module|_orig_mod|model|backbone)\.)+")
-_BUFFERS = re.compile(r"\.(inv_freq|_?cos_cached|_?sin_cached|position_ids)$")
+_BUFFERS = re.compile(
+    r"(^|\.)(inv_freq|_?cos_cached|_?sin_cached|position_ids|sampling_eps_(min|max))$"
+)
 _SAMPLE = 3
 
 
@@ -46,7 +48,10 @@ def canonical_names(
         name = raw[len(prefix) :]
         if style != OWN:
             prefix = prefix.replace("backbone.", "")  # theirs, not a wrapper's
-            name = re.sub(r"^embeddings\.", "embedding.", name)
+            if style == DIMAMBA:
+                prefix = prefix.replace("model.", "")  # likewise
+                name = name.removeprefix("bimamba.backbone.")
+            name = re.sub(r"^embeddings\.(word_embeddings\.)?", "embedding.", name)
         if prefix:
             removed[prefix] = removed.get(prefix, 0) + 1
         if name in names:

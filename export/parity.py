@@ -15,19 +15,21 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from fixedstate.bundle import Bundle
+from fixedstate.bundle import PARITY, Bundle
 from fixedstate.errors import ParityError, SpecError, UsageError
 from fixedstate.export.checkpoint import load_checkpoint
-from fixedstate.export.denoiser import Denoiser, RoleGraph, as_stored
-from fixedstate.ports import Array
+from fixedstate.export.custom import build_reference
+from fixedstate.export.denoiser import BlockModel, Denoiser, RoleGraph
+from fixedstate.export.stored import as_stored
+from fixedstate.ports import Array, Port
 from fixedstate.runtime import laws
 from fixedstate.runtime.compare import (
     Comparison,
@@ -38,8 +40,8 @@ from fixedstate.runtime.compare import (
 )
 from fixedstate.runtime.ort import open_sessions
 from fixedstate.runtime.session import Session
-from fixedstate.spec import ModelSpec
-from fixedstate.state import Precision
+from fixedstate.spec import AttentionSizes, ModelSpec
+from fixedstate.state import Precision, StateSpec, graph_ports
 
 BATCHES = (1, 2, 5)
 BLOCKS = (1, 2, 7)
@@ -124,7 +126,7 @@ def judge(result: Comparison, exact: Side, peer: Side, candidate: Side) -> Trial
 
 def compare_graphs(
     bundle: Bundle,
-    denoiser: Denoiser,
+    denoiser: BlockModel,
     *,
     seed: int = 0,
     progress: Callable[[str], None] | None = None,
@@ -140,16 +142,17 @@ def compare_graphs(
     Returns:
         The content of parity.json: verdict, tolerance, worst port, every trial.
     """
-    with _few_threads(denoiser):
+    with few_threads(denoiser):
         return _compare_graphs(bundle, denoiser, seed, progress)
 
 
-def _is_small(denoiser: Denoiser) -> bool:
-    return sum(tensor.numel() for tensor in denoiser.buffers()) < _SMALL
+def _is_small(denoiser: BlockModel) -> bool:
+    weights = [*denoiser.parameters(), *denoiser.buffers()]
+    return sum(tensor.numel() for tensor in weights) < _SMALL
 
 
 @contextlib.contextmanager
-def _few_threads(denoiser: Denoiser) -> Iterator[None]:
+def few_threads(denoiser: BlockModel) -> Iterator[None]:
     """One PyTorch thread for a small model: more wait for one another longer than they compute."""
     before = torch.get_num_threads()
     torch.set_num_threads(1 if _is_small(denoiser) else before)
@@ -160,24 +163,38 @@ def _few_threads(denoiser: Denoiser) -> Iterator[None]:
 
 
 def _compare_graphs(
-    bundle: Bundle, denoiser: Denoiser, seed: int, progress: Callable[[str], None] | None
+    bundle: Bundle, denoiser: BlockModel, seed: int, progress: Callable[[str], None] | None
 ) -> dict[str, Any]:
     sessions = open_sessions(bundle, tuple(bundle.graphs), threads=1)
-    ids, kind = _real_tokens(bundle)
+    ids, kind = real_tokens(bundle)
+    sides = Held(denoiser)
     trials: list[Trial] = []
     for role, session in sessions.items():
         if progress is not None:
             progress(f"comparing {role} with PyTorch")
         rng = np.random.default_rng(seed)
-        trials += _single_passes(bundle.spec, role, session, denoiser, rng, bundle.precision)
+        for drawn in draw_passes(denoiser, role, session.inputs, rng, BATCHES, BLOCKS):
+            found = session.run(drawn.feeds)
+            trials += settle([drawn], [found], role, sides, bundle.precision)
     if {"denoise", "commit"} <= set(sessions):
         if progress is not None:
             progress("comparing a trajectory with PyTorch")
-        trials += _trajectory(sessions, denoiser, ids, bundle.precision)
-    return _report(bundle, trials, kind)
+        trials += trajectory(sessions, sides, ids, bundle.precision)
+    return report_of(bundle, trials, kind, "whole graphs", sorted(sessions))
 
 
-def _report(bundle: Bundle, trials: list[Trial], kind: str) -> dict[str, Any]:
+def report_of(
+    bundle: Bundle, trials: list[Trial], kind: str, scope: str, parts: list[str]
+) -> dict[str, Any]:
+    """The content of parity.json.
+
+    Args:
+        bundle: What was compared.
+        trials: Every one, of at least one.
+        kind: Where the tokens came from.
+        scope: ``whole graphs``, or ``layers`` where parts stood for them.
+        parts: What was compared, by name.
+    """
     worst = max(trials, key=lambda t: (bool(t.failed), bool(t.worst.problem), t.worst.max_abs))
     by_graph: dict[str, float | None] = {}  # None where a number has no meaning: NaN, a shape
     for trial in trials:
@@ -191,6 +208,8 @@ def _report(bundle: Bundle, trials: list[Trial], kind: str) -> dict[str, Any]:
         "reference": "PyTorch float32 on cpu, with the weights as the bundle stores them",
         "candidate": "ONNX Runtime, provider cpu, 1 thread, all optimisations",
         "tolerance": Tolerance.of(bundle.precision.name).to_dict(),
+        "scope": scope,
+        "parts": parts,
         "tokens": kind,
         "comparisons": sum(len(trial.result.ports) for trial in trials),
         "judged_by_float64": sum(len(trial.judged) for trial in trials),
@@ -219,7 +238,7 @@ def require(report: Mapping[str, Any]) -> None:
     )
 
 
-def _real_tokens(bundle: Bundle) -> tuple[Array, str]:
+def real_tokens(bundle: Bundle) -> tuple[Array, str]:
     """(blocks * L,) ids for a trajectory, and where they came from."""
     need = TRAJECTORY_BLOCKS * bundle.spec.block_len
     try:
@@ -245,93 +264,251 @@ def _lengths(spec: ModelSpec, role: str, rows: int, blocks: int, rng: np.random.
     return rng.integers(0, blocks + 1, rows) * length
 
 
-def _single_passes(
-    spec: ModelSpec,
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """One pass: what goes in, and what PyTorch makes of it.
+
+    Attributes:
+        place: What is run.
+        feeds: Inputs by port name.
+        lengths: (B,) tokens of each row that are committed.
+        columns: Outputs whose columns behind a row's length the runtime never takes over.
+        expected: Outputs by port name.
+    """
+
+    place: str
+    feeds: Side
+    lengths: Array
+    columns: frozenset[str]
+    expected: Side
+
+
+class Sides(Protocol):
+    """The PyTorch sides of a comparison; one is asked for where it is needed."""
+
+    def plain(self) -> BlockModel:
+        """In float32, with the weights as the bundle stores them: what is right."""
+        ...
+
+    def exact(self) -> BlockModel:
+        """The same in float64."""
+        ...
+
+    def peer(self, precision: Precision) -> BlockModel:
+        """The same at the bundle's own precision."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """The sides of a model that is in memory."""
+
+    model: BlockModel
+
+    def plain(self) -> BlockModel:
+        """The model."""
+        return self.model
+
+    def exact(self) -> BlockModel:
+        """A copy in float64."""
+        return copy.deepcopy(self.model).double()
+
+    def peer(self, precision: Precision) -> BlockModel:
+        """The model at a precision."""
+        return self.model.at(precision)
+
+
+def draw_passes(
+    model: BlockModel,
     role: str,
-    session: Session,
-    denoiser: Denoiser,
+    ports: tuple[Port, ...],
     rng: np.random.Generator,
-    precision: Precision,
-) -> Iterator[Trial]:
-    tolerance = Tolerance.of(precision.name)
-    graph = RoleGraph(denoiser, role.partition("@")[0])
-    for rows in BATCHES:
-        for blocks in BLOCKS if role.startswith("commit") else (1,):
-            commit_length = _lengths(spec, role, rows, blocks, rng)
-            state, past_length = _made_state(denoiser, rows, rng)
+    batches: tuple[int, ...],
+    blocks: tuple[int, ...],
+) -> Iterator[Drawn]:
+    """Single passes: random tokens on states that random tokens made.
+
+    Args:
+        model: Float32, with plain operators.
+        role: Of the graph, ``role@target`` included.
+        ports: The graph's inputs.
+        rng: Source of the numbers.
+        batches: Rows of the passes.
+        blocks: Blocks of the passes, for roles that commit.
+    """
+    spec = model.spec
+    graph = RoleGraph(model, role.partition("@")[0])
+    columns = frozenset(port.present.name for port in model.state_spec.appended)
+    if graph.role == "full":
+        yield from _draw_sequences(graph, ports, rng, batches)
+        return
+    for rows in batches:
+        for count in blocks if role.startswith("commit") else (1,):
+            commit_length = _lengths(spec, role, rows, count, rng)
+            state, past_length = _made_state(model, rows, rng)
             feeds = draw_inputs(
-                session.inputs,
+                ports,
                 rng,
                 vocab=spec.vocab_rows,
                 past_length=past_length,
                 commit_length=commit_length,
                 B=rows,
-                n=blocks,
-                m=blocks,
-                C=CAPACITY * _HISTORY,
+                n=count,
+                m=count,
+                C=_capacity(spec),
             )
-            for port in denoiser.state_spec.ports:
+            for port in model.state_spec.committed:
                 if port.past.name in feeds:
                     dtype = feeds[port.past.name].dtype
                     feeds[port.past.name] = state[port.suffix].numpy().astype(dtype)
             place = f"{role} B={rows}"
             if role.startswith("commit"):
-                place += f" n={blocks} commit_length={commit_length.tolist()}"
-            expected, found = run_torch(graph, feeds), session.run(feeds)
-            _cut(expected, found, commit_length)
-            result = compare(expected, found, tolerance, labels=("PyTorch", place))
-            exact: Side = {}
-            peer: Side = {}
-            if not result.passed:
-                wide = RoleGraph(_in_float64(denoiser), graph.role)
-                exact = run_torch(wide, feeds, np.float64)
-                peer = run_torch(RoleGraph(denoiser.at(precision), graph.role), feeds, None)
-                _cut(exact, peer, commit_length)
-            yield judge(result, exact, peer, found)
+                place += f" n={count} commit_length={commit_length.tolist()}"
+            yield Drawn(place, feeds, commit_length, columns, run_torch(graph, feeds))
+
+
+def _draw_sequences(
+    graph: RoleGraph, ports: tuple[Port, ...], rng: np.random.Generator, batches: tuple[int, ...]
+) -> Iterator[Drawn]:
+    """Whole sequences of one token, of a block, and of what is no multiple of one."""
+    spec = graph.denoiser.spec
+    for rows in batches:
+        for tokens in (1, 7, spec.block_len, 3 * spec.block_len + 5):
+            none = np.zeros(rows, np.int64)
+            feeds = draw_inputs(
+                ports, rng, vocab=spec.vocab_rows, past_length=none, B=rows, T=tokens
+            )
+            place = f"full B={rows} T={tokens}"
+            yield Drawn(place, feeds, none, frozenset(), run_torch(graph, feeds))
+
+
+def settle(
+    drawn: Sequence[Drawn],
+    found: Sequence[Side],
+    role: str,
+    sides: Sides,
+    precision: Precision,
+    label: str = "",
+) -> list[Trial]:
+    """Compare what the two sides made of single passes; float64 judges what differs by more.
+
+    Args:
+        drawn: The passes.
+        found: What the graph made of each.
+        role: Of the graph.
+        sides: Give float64 and the peer, where they are needed.
+        precision: Of the bundle.
+        label: What the names of the trials begin with.
+    """
+    tolerance = Tolerance.of(precision.name)
+    role = role.partition("@")[0]
+    results = []
+    for one, other in zip(drawn, found, strict=True):
+        _cut(one.expected, other, one.columns, one.lengths)
+        labels = ("PyTorch", label + one.place)
+        results.append(compare(one.expected, other, tolerance, labels=labels))
+    doubtful = [index for index, result in enumerate(results) if not result.passed]
+    exact = _again(sides.exact, drawn, doubtful, role, np.float64)
+    peer = _again(lambda: sides.peer(precision), drawn, doubtful, role, None)
+    return [
+        judge(result, exact.get(index, {}), peer.get(index, {}), other)
+        for index, (result, other) in enumerate(zip(results, found, strict=True))
+    ]
+
+
+def _again(
+    make: Callable[[], BlockModel],
+    drawn: Sequence[Drawn],
+    places: list[int],
+    role: str,
+    dtype: Any | None,
+) -> dict[int, Side]:
+    """Some of the passes on another side, which is made only if there are any."""
+    if not places:
+        return {}
+    graph = RoleGraph(make(), role)
+    out = {}
+    for place in places:
+        out[place] = run_torch(graph, drawn[place].feeds, dtype)
+        _cut(out[place], {}, drawn[place].columns, drawn[place].lengths)
+    return out
 
 
 _HISTORY = 3
-"""Blocks of random tokens, at most, behind the states of single passes."""
+"""Blocks of random tokens, at most, behind the states of single passes, beside no window."""
+
+_LONGEST_HISTORY = 16
+"""The same beside windows, which are filled where that many blocks fill them."""
+
+
+def _history(spec: ModelSpec) -> int:
+    """Blocks of random tokens, at most, behind the states of single passes."""
+    layers = [layer.attention for layer in spec.layers if layer.mixer == "attention"]
+    room = max((sizes.sinks + sizes.window for sizes in layers if sizes.window), default=0)
+    return max(_HISTORY, min(-(-room // spec.block_len) + 1, _LONGEST_HISTORY))
+
+
+def _capacity(spec: ModelSpec) -> int:
+    """Columns of growing keys and values in single passes."""
+    return max(CAPACITY * _HISTORY, _history(spec) * spec.block_len)
 
 
 def _made_state(
-    denoiser: Denoiser, rows: int, rng: np.random.Generator
+    denoiser: BlockModel, rows: int, rng: np.random.Generator
 ) -> tuple[dict[str, torch.Tensor], Array]:
     """States as a model makes them, one history per row, and garbage behind each row's tokens."""
     spec = denoiser.spec
-    blocks = rng.integers(0, _HISTORY + 1, rows)
-    ids = torch.from_numpy(rng.integers(0, spec.vocab_rows, (rows, _HISTORY * spec.block_len)))
+    history = _history(spec)
+    blocks = rng.integers(0, history + 1, rows)
+    ids = _entering(denoiser, rng, rows, history * spec.block_len)
     length = torch.from_numpy(blocks * spec.block_len)
-    state = denoiser.zero_state(rows, CAPACITY * _HISTORY)
+    state = denoiser.zero_state(rows, _capacity(spec))
     with torch.inference_mode():
         made = denoiser.commit(ids, state, torch.zeros(rows, dtype=torch.int64), length)
-    for port in denoiser.state_spec.ports:
+    for port in denoiser.state_spec.committed:
         new = made[port.suffix]
-        if port.update == "swap":
+        if port.update == "swap" and port.kind not in ("key", "value"):
             state[port.suffix] = new
             continue
         garbage = rng.standard_normal(tuple(state[port.suffix].shape))
         buffer = torch.from_numpy(garbage.astype(np.float32))
+        if port.update == "swap":
+            unfilled = _unfilled(spec.layers[port.layer].attention, length)
+            state[port.suffix] = torch.where(unfilled, buffer, new)
+            continue
         for row, count in enumerate(length.tolist()):
             buffer[row, :, :count] = new[row, :, :count]
         state[port.suffix] = buffer
     return state, length.numpy()
 
 
-def _in_float64(denoiser: Denoiser) -> Denoiser:
-    """The same denoiser computing in float64."""
-    return copy.deepcopy(denoiser).double()
+def _entering(model: BlockModel, rng: np.random.Generator, rows: int, tokens: int) -> torch.Tensor:
+    """Random ids [rows, tokens]; hidden values [rows, tokens, D] for a part that takes those."""
+    spec = model.spec
+    if model.ports("commit")[0][0].dtype == "int64":
+        return torch.from_numpy(rng.integers(0, spec.vocab_rows, (rows, tokens)))
+    drawn = rng.standard_normal((rows, tokens, spec.width))
+    return torch.from_numpy(drawn.astype(np.float32))
 
 
-def _cut(expected: Side, found: Side, lengths: Array) -> None:
-    """Zero the columns behind each row's length: the runtime never takes them over."""
+def _unfilled(sizes: AttentionSizes, past: torch.Tensor) -> torch.Tensor:
+    """[B, 1, sinks + W, 1] bool: columns of a windowed port that no token fills yet."""
+    assert sizes.window is not None
+    room, past = sizes.sinks + sizes.window, past[:, None]
+    column = torch.arange(room)
+    of_window = past + column - room < sizes.sinks
+    unfilled = torch.where(column < sizes.sinks, column >= past, of_window)
+    return unfilled[:, None, :, None]
+
+
+def _cut(expected: Side, found: Side, columns: frozenset[str], lengths: Array) -> None:
+    """Zero the new columns behind each row's length: the runtime never takes them over."""
     for arrays in (expected, found):
-        for name, array in arrays.items():
-            if name.startswith(("present_key", "present_value")):
-                array = np.array(array)
-                for row, count in enumerate(lengths):
-                    array[row, :, count:] = 0
-                arrays[name] = array
+        for name in columns & arrays.keys():
+            array = np.array(arrays[name])
+            for row, count in enumerate(lengths):
+                array[row, :, count:] = 0
+            arrays[name] = array
 
 
 def run_torch(graph: RoleGraph, feeds: Mapping[str, Array], dtype: Any | None = np.float32) -> Side:
@@ -353,42 +530,63 @@ def run_torch(graph: RoleGraph, feeds: Mapping[str, Array], dtype: Any | None = 
     return {port.name: result.numpy() for port, result in zip(graph.outputs, results, strict=True)}
 
 
-def _trajectory(
-    sessions: Mapping[str, Session], denoiser: Denoiser, ids: Array, precision: Precision
-) -> Iterator[Trial]:
-    """Every side carries its own state over blocks of real tokens."""
+def trajectory(
+    sessions: Mapping[str, Session], sides: Sides, ids: Array, precision: Precision
+) -> list[Trial]:
+    """Every side carries its own state over blocks of real tokens.
+
+    Args:
+        sessions: ``denoise`` and ``commit``.
+        sides: The PyTorch sides.
+        ids: (blocks * L,) tokens.
+        precision: Of the bundle.
+    """
     tolerance = Tolerance.of(precision.name)
-    spec = denoiser.spec
-    length = spec.block_len
-    exact = _TorchSide(_in_float64(denoiser), np.float64)
-    sides: list[_Carried] = [_TorchSide(denoiser), _SessionSide(denoiser, sessions), exact]
-    if precision != denoiser.precision:  # else PyTorch's float32 side is the peer itself
-        sides.append(_TorchSide(denoiser.at(precision), None))
-    for block in range(TRAJECTORY_BLOCKS):
-        piece = ids[None, block * length : (block + 1) * length]
-        canvas = piece.copy()
-        canvas[:, length // 2 :] = spec.mask_id if spec.mask_id is not None else 0
-        for step, run in (("denoise", _Carried.denoise), ("commit", _Carried.commit)):
-            tokens = canvas if step == "denoise" else piece
-            torch32, found, torch64, *other = (run(side, tokens) for side in sides)
-            place = f"trajectory block {block} {step}"
-            result = compare(torch32, found, tolerance, labels=("PyTorch", place))
-            yield judge(result, torch64, other[0] if other else torch32, found)
+    right = _TorchSide(sides.plain())
+    spec, state = right.spec, right.state_spec
+    expected = right.walk(ids)
+    del right
+    found = _SessionSide(spec, state, sessions).walk(ids)
+    results = {
+        place: compare(expected[place], found[place], tolerance, labels=("PyTorch", place))
+        for place in expected
+    }
+    exact: dict[str, Side] = {}
+    peer: dict[str, Side] = {}
+    if not all(result.passed for result in results.values()):
+        exact = _TorchSide(sides.exact(), np.float64).walk(ids)
+        peer = _TorchSide(sides.peer(precision), None).walk(ids)
+    return [
+        judge(result, exact.get(place, {}), peer.get(place, {}), found[place])
+        for place, result in results.items()
+    ]
 
 
 class _Carried:
     """One row's state carried by one back end; subclasses run the passes."""
 
-    def __init__(self, denoiser: Denoiser, dtype: Any | None = np.float32) -> None:
-        self.denoiser = denoiser
+    def __init__(self, spec: ModelSpec, state: StateSpec, dtype: Any | None = np.float32) -> None:
+        self.spec = spec
+        self.state_spec = state
         self.dtype = dtype
         kept = np.float64 if dtype == np.float64 else np.float32
         self.past = 0
-        columns = TRAJECTORY_BLOCKS * denoiser.spec.block_len
+        columns = TRAJECTORY_BLOCKS * spec.block_len
         self.state = {
-            port.suffix: np.zeros(port.past.resolve(B=1, C=columns), kept)
-            for port in denoiser.state_spec.ports
+            port.suffix: np.zeros(port.past.resolve(B=1, C=columns), kept) for port in state.ports
         }
+
+    def walk(self, ids: Array) -> dict[str, Side]:
+        """Denoise a half-masked canvas and commit the tokens, block by block: outputs by place."""
+        spec, length = self.spec, self.spec.block_len
+        made = {}
+        for block in range(TRAJECTORY_BLOCKS):
+            piece = ids[None, block * length : (block + 1) * length]
+            canvas = piece.copy()
+            canvas[:, length // 2 :] = spec.mask_id if spec.mask_id is not None else 0
+            made[f"trajectory block {block} denoise"] = self.denoise(canvas)
+            made[f"trajectory block {block} commit"] = self.commit(piece)
+        return made
 
     def run(self, role: str, feeds: Mapping[str, Array]) -> Side:
         """One pass."""
@@ -400,18 +598,24 @@ class _Carried:
             "past_length": np.array([self.past]),
             "commit_length": np.array([ids.shape[1]]),
         }
-        for port in self.denoiser.state_spec.ports:
+        for port in self.state_spec.ports:
             known[port.past.name] = self.state[port.suffix]
-        return {port.name: known[port.name] for port in RoleGraph(self.denoiser, role).inputs}
+        inputs, _ = graph_ports(self.spec, self.state_spec, role)
+        return {port.name: known[port.name] for port in inputs}
 
     def denoise(self, ids: Array) -> Side:
-        """Logits of a block."""
-        return self.run("denoise", self._feeds("denoise", ids))
+        """Logits of a block, and the state that goes to the block's next pass."""
+        made = self.run("denoise", self._feeds("denoise", ids))
+        for port in self.state_spec.stepped:
+            self.state[port.suffix] = made[port.present.name].astype(self.state[port.suffix].dtype)
+        return made
 
     def commit(self, ids: Array) -> Side:
         """Carry a block into the state; give what the pass made."""
         made = self.run("commit", self._feeds("commit", ids))
-        for port in self.denoiser.state_spec.ports:
+        for port in self.state_spec.stepped:
+            self.state[port.suffix][:] = port.reset
+        for port in self.state_spec.committed:
             new = made[port.present.name].astype(self.state[port.suffix].dtype)
             if port.update == "swap":
                 self.state[port.suffix] = new
@@ -422,13 +626,17 @@ class _Carried:
 
 
 class _TorchSide(_Carried):
+    def __init__(self, model: BlockModel, dtype: Any | None = np.float32) -> None:
+        super().__init__(model.spec, model.state_spec, dtype)
+        self.model = model
+
     def run(self, role: str, feeds: Mapping[str, Array]) -> Side:
-        return run_torch(RoleGraph(self.denoiser, role), feeds, self.dtype)
+        return run_torch(RoleGraph(self.model, role), feeds, self.dtype)
 
 
 class _SessionSide(_Carried):
-    def __init__(self, denoiser: Denoiser, sessions: Mapping[str, Session]) -> None:
-        super().__init__(denoiser)
+    def __init__(self, spec: ModelSpec, state: StateSpec, sessions: Mapping[str, Session]) -> None:
+        super().__init__(spec, state)
         self.sessions = sessions
 
     def run(self, role: str, feeds: Mapping[str, Array]) -> Side:
@@ -453,7 +661,7 @@ class TorchEngine:
         stateless: Keep only the tokens and recompute the whole sequence at every pass.
     """
 
-    def __init__(self, denoiser: Denoiser, slots: int, *, stateless: bool = False) -> None:
+    def __init__(self, denoiser: BlockModel, slots: int, *, stateless: bool = False) -> None:
         self._denoiser = denoiser
         self._slots = slots
         self._stateless = stateless
@@ -461,6 +669,8 @@ class TorchEngine:
         self._rows: list[dict[str, torch.Tensor]] = [
             denoiser.zero_state(1, 0) for _ in range(slots)
         ]
+        width = denoiser.spec.vocab_rows if denoiser.spec.logit_shift else 0
+        self.last_logits: Array = np.zeros((slots, width))
 
     @property
     def spec(self) -> ModelSpec:
@@ -480,7 +690,7 @@ class TorchEngine:
     @property
     def provider(self) -> str:
         """Where the passes run."""
-        return f"PyTorch cpu {str(self._denoiser.weight('embedding.weight').dtype)[6:]}"
+        return f"PyTorch cpu {str(self._denoiser.dtype)[6:]}"
 
     @property
     def past_length(self) -> Array:
@@ -498,7 +708,12 @@ class TorchEngine:
             past = torch.tensor([self._tokens[row]], dtype=torch.int64)
             return self._denoiser.recompute(torch.cat([past, block], 1)).numpy()
         length = torch.tensor([len(self._tokens[row])])
-        return self._denoiser.denoise(block, self._rows[row], length).numpy()
+        state = self._rows[row]
+        passed = self._denoiser.passes("denoise", block, state, past_length=length)
+        for port in self._denoiser.state_spec.stepped:
+            state[port.suffix] = passed.states[port.suffix]
+        assert passed.logits is not None
+        return passed.logits.numpy()
 
     def commit(self, ids: Array, commit_length: Array) -> None:
         """Carry clean tokens into each row, one row at a time."""
@@ -514,23 +729,39 @@ class TorchEngine:
         denoiser = self._denoiser
         state = self._rows[row]
         with torch.inference_mode():
-            made = denoiser.commit(
-                torch.from_numpy(ids)[None], state, torch.tensor([past]), torch.tensor([count])
+            passed = denoiser.passes(
+                "commit",
+                torch.from_numpy(ids)[None],
+                state,
+                past_length=torch.tensor([past]),
+                commit_length=torch.tensor([count]),
             )
-        for port in denoiser.state_spec.ports:
+        made = passed.states
+        if passed.last_logits is not None:
+            self.last_logits[row] = passed.last_logits[0].numpy()
+        self.begin_block(row)
+        for port in denoiser.state_spec.committed:
             new = made[port.suffix]
             if port.update == "append":
                 new = torch.cat([state[port.suffix], new[:, :, :count]], 2)
             state[port.suffix] = new
 
+    def begin_block(self, row: int) -> None:
+        """Forget what earlier denoise passes left in the state of scope ``step``."""
+        zero = self._denoiser.zero_state(1, 0)
+        for port in self._denoiser.state_spec.stepped:
+            self._rows[row][port.suffix] = zero[port.suffix]
+
     def reset(self, row: int) -> None:
         """Give a row the state it has before its first token."""
         self._tokens[row] = []
+        self.last_logits[row] = 0
         self._rows[row] = self._denoiser.zero_state(1, 0)
 
     def move(self, source: int, target: int) -> None:
         """Copy a row over another."""
         self._tokens[target] = list(self._tokens[source])
+        self.last_logits[target] = self.last_logits[source]
         self._rows[target] = dict(self._rows[source])
 
     def state_bytes(self) -> int:
@@ -543,7 +774,8 @@ class TorchEngine:
 
     def read(self, row: int) -> dict[str, Array]:
         """The carried tensors of one row, by suffix."""
-        return {name: value[0].numpy() for name, value in self._rows[row].items()}
+        suffixes = [port.suffix for port in self._denoiser.state_spec.committed]
+        return {suffix: self._rows[row][suffix][0].numpy() for suffix in suffixes}
 
 
 def check_against_checkpoint(
@@ -564,7 +796,9 @@ def check_against_checkpoint(
     Raises:
         CheckpointError: where the checkpoint cannot be read.
         SpecError: where it is not the checkpoint of this bundle.
+        UsageError: where bundle or checkpoint is a custom module.
     """
+    _refuse_module(bundle, checkpoint)
     spec = bundle.spec
     published = {
         "block_len": spec.block_len,
@@ -586,22 +820,42 @@ def check_against_checkpoint(
     denoiser = Denoiser(spec, as_stored(loaded.tensors, bundle.precision))
     small = _is_small(denoiser)
     # what a float32 reference rounds itself would count against the bundle
-    right = _in_float64(denoiser) if small else denoiser
+    right = Held(denoiser).exact() if small else denoiser
     sides: dict[str, Any] = {
         "recompute": lambda slots: TorchEngine(right, slots, stateless=True),
         "reference": lambda slots: TorchEngine(right, slots),
         "block_counts": block_counts,
         "only": (1, 5),
     }
-    with _few_threads(denoiser):
+    with few_threads(denoiser):
         results = laws.check_bundle(bundle, progress=progress, **sides)
         if small and not all(result.passed for result in results):
             results = _judged(results, denoiser.at(bundle.precision), bundle.precision, sides)
     return results
 
 
+def _refuse_module(bundle: Bundle, checkpoint: str | Path) -> None:
+    """A custom module is compared when it is exported, a checkpoint here.
+
+    Raises:
+        UsageError: saying what to give instead.
+    """
+    made_by = [name for name in bundle.source.files if name.endswith(".py")]
+    if made_by:
+        raise UsageError(
+            f"{bundle.path} was exported from the module in {made_by[0]}, not from a checkpoint: "
+            f"leave --checkpoint {checkpoint} out; {PARITY} in the bundle is the comparison with "
+            "the module"
+        )
+    if build_reference(checkpoint) is not None:
+        raise UsageError(
+            f"--checkpoint {checkpoint} is a module, but {bundle.path} was exported from a "
+            "checkpoint: give that one"
+        )
+
+
 def _judged(
-    results: list[laws.LawResult], peer: Denoiser, precision: Precision, sides: dict[str, Any]
+    results: list[laws.LawResult], peer: BlockModel, precision: Precision, sides: dict[str, Any]
 ) -> list[laws.LawResult]:
     """Judge a broken law by how far PyTorch at the same precision is from float64.
 

@@ -18,7 +18,7 @@ from fixedstate.errors import ExportError
 from fixedstate.plugins.bodies import function_body
 from fixedstate.plugins.schema import DOMAIN, OPS, OPSET, VERSION
 from fixedstate.ports import Array, Port
-from fixedstate.spec import ModelSpec
+from fixedstate.spec import Mamba1Sizes, Mamba2Sizes, ModelSpec
 from fixedstate.state import Precision, StateSpec, graph_ports
 
 IR_VERSION = 10
@@ -27,6 +27,14 @@ MIN_ONNXRUNTIME = "1.18.0"
 
 LARGEST_CONSTANT = 4096
 """Bytes of a constant inside a graph at most; what is larger must be a weight."""
+
+CUSTOM = "module."
+"""What the names of a custom module's parameters and buffers begin with."""
+
+_WEIGHTS = ("layers.", "embedding.", "norm.", "head.", "self_conditioning.", CUSTOM)
+
+COLUMNS = "columns"
+"""Key in the meta of a weight that is some columns of another: its name, first and last column."""
 
 FORBIDDEN = {
     "Attention": "TensorRT before 10.14 has no importer",
@@ -64,9 +72,19 @@ def finish(model: ir.Model, spec: ModelSpec, precision: Precision, role: str) ->
         ExportError: where the graph's ports are not those of the role, or :func:`lint` objects.
     """
     inputs, outputs = graph_ports(spec, StateSpec.of(spec, precision), role)
+    return finish_with(model, spec, precision, inputs, outputs)
+
+
+def finish_with(
+    model: ir.Model,
+    spec: ModelSpec,
+    precision: Precision,
+    inputs: tuple[Port, ...],
+    outputs: tuple[Port, ...],
+) -> ir.Model:
+    """The same for a graph with ports of its own."""
     strip_metadata(model)
     name_weights(model)
-    unfold_transposes(model)
     plain_softplus(model)
     split_projections(model)
     add_functions(model, spec, precision)
@@ -84,6 +102,30 @@ def finish(model: ir.Model, spec: ModelSpec, precision: Precision, role: str) ->
         model.opset_imports[DOMAIN] = VERSION
     lint(model, inputs, outputs)
     return model
+
+
+def valueless(dtype: ir.DataType, shape: ir.Shape, name: str) -> ir.LazyTensor:
+    """What a weight holds until it points into the weights file: no values, and none are needed."""
+
+    def refuse() -> ir.TensorProtocol:
+        raise ExportError(f"a pass asked for the values of weight {name!r}, which are not loaded")
+
+    return ir.LazyTensor(refuse, dtype=dtype, shape=shape, name=name)
+
+
+def serialised(model: ir.Model) -> bytes:
+    """The bytes of a graph file, the same ones each time.
+
+    Raises:
+        ExportError: where constants make it as large as a file of weights.
+    """
+    data = ir.to_proto(model).SerializeToString(deterministic=True)
+    if len(data) > 1 << 30:
+        raise ExportError(
+            f"a graph is {len(data)} bytes without its weights: constants of the model should be "
+            "weights; please report this model"
+        )
+    return bytes(data)
 
 
 def strip_metadata(model: ir.Model) -> None:
@@ -106,41 +148,21 @@ def strip_metadata(model: ir.Model) -> None:
 
 
 def name_weights(model: ir.Model) -> None:
-    """Give weights the names of the checkpoint layout: ``layers.0.mixer.in_proj.weight``."""
+    """Give weights the names of the checkpoint layout: ``layers.0.mixer.in_proj.weight``.
+
+    Those of a custom module keep their qualified names behind ``module.``.
+    """
     for value in list(model.graph.initializers.values()):
         assert value.name is not None
         if not value.name.startswith("denoiser."):
             continue
         del model.graph.initializers[value.name]
-        value.name = value.name.removeprefix("denoiser.").replace("__", ".")
+        value.name = value.name.removeprefix("denoiser.")
+        if not value.name.startswith(CUSTOM):
+            value.name = value.name.replace("__", ".")
         if value.const_value is not None:
             value.const_value.name = value.name
         model.graph.register_initializer(value)
-
-
-def unfold_transposes(model: ir.Model) -> None:
-    """A constant that is a weight transposed (a tied head) becomes Transpose(weight) again.
-
-    The exporter folds it, and the weight would stand on disk twice; ONNX Runtime and TensorRT fold
-    it when they load.
-    """
-    initializers = model.graph.initializers
-    weights = [value for name, value in initializers.items() if is_weight(name)]
-    for name, value in list(initializers.items()):
-        if is_weight(name) or value.const_value is None or len(value.const_value.shape) != 2:
-            continue
-        array = value.const_value.numpy()
-        for weight in weights:
-            held = weight.const_value
-            if held is None or held.dtype != value.const_value.dtype:
-                continue
-            turned = held.numpy().T
-            if turned.shape == array.shape and np.array_equal(turned, array):
-                node = ir.node("Transpose", [weight], {"perm": [1, 0]})
-                model.graph.insert_before(model.graph[0], node)
-                ir.convenience.replace_all_uses_with(value, node.outputs[0])
-                del initializers[name]
-                break
 
 
 def plain_softplus(model: ir.Model) -> None:
@@ -168,14 +190,18 @@ def split_projections(model: ir.Model) -> None:
     stays with the part before it.
     """
     for node in list(model.graph):
-        if node.op_type != "Split" or node.inputs[0] is None or node.inputs[1] is None:
+        if node.op_type != "Split" or len(node.inputs) < 2:
+            continue  # without sizes: equal parts
+        if node.inputs[0] is None or node.inputs[1] is None:
             continue
         whole, sizes = node.inputs[0], node.inputs[1].const_value
         product = whole.producer()
         if product is None or product.op_type != "MatMul" or sizes is None:
             continue
         weight = product.inputs[1]
-        if weight is None or weight.const_value is None or len(whole.uses()) != 1:
+        if weight is None or not weight.is_initializer() or not is_weight(weight.name or ""):
+            continue
+        if len(whole.uses()) != 1:
             continue
         start = 0
         for places in _wide_groups([int(v) for v in sizes.numpy()]):
@@ -212,14 +238,12 @@ def _columns(model: ir.Model, weight: ir.Value, place: int, start: int, end: int
     """Some columns of a weight as a weight of its own."""
     name = f"{weight.name}.{place}"
     if name not in model.graph.initializers:
-        assert weight.const_value is not None
-        data = np.ascontiguousarray(weight.const_value.numpy()[:, start:end])
-        value = ir.Value(
-            name=name,
-            const_value=ir.tensor(data, name=name),
-            type=weight.type,
-            shape=ir.Shape(data.shape),
-        )
+        assert weight.dtype is not None
+        assert weight.shape is not None
+        shape = ir.Shape((weight.shape[0], end - start))
+        held = valueless(weight.dtype, shape, name)
+        value = ir.Value(name=name, const_value=held, type=weight.type, shape=shape)
+        value.meta[COLUMNS] = (weight.name, start, end)
         model.graph.register_initializer(value)
     return model.graph.initializers[name]
 
@@ -234,12 +258,16 @@ def _constant(model: ir.Model, values: list[int]) -> ir.Value:
 
 def add_functions(model: ir.Model, spec: ModelSpec, precision: Precision) -> None:
     """Write every attribute on the ``fixedstate`` nodes and add one body per operator used."""
-    sizes = [layer.mamba2 for layer in spec.layers if layer.mixer == "mamba2"]
-    taps = [one.d_conv for one in sizes if one.d_conv > 1]
-    wide_skip = any(one.d_has_hdim for one in sizes)
-    one_group = all(one.groups == 1 for one in sizes)
-    widths = {one.conv_dim for one in sizes}
+    ssd = [layer.mamba2 for layer in spec.layers if layer.mixer == "mamba2"]
+    wide_skip = any(one.d_has_hdim for one in ssd)
+    one_group = all(one.groups == 1 for one in ssd)
+    scans: list[Mamba1Sizes | Mamba2Sizes] = [*ssd]
+    scans += [layer.mamba1 for layer in spec.layers if layer.mixer == "mamba1"]
+    convolving = [one for one in scans if one.d_conv > 1]
+    taps = [one.d_conv for one in convolving]
+    widths = {one.conv_dim for one in convolving}
     channels = widths.pop() if len(widths) == 1 else None
+    block_len = 0 if spec.objective == "full" else spec.block_len
     used: set[str] = set()
     for node in model.graph.all_nodes():
         if node.domain != DOMAIN:
@@ -247,11 +275,11 @@ def add_functions(model: ir.Model, spec: ModelSpec, precision: Precision) -> Non
         used.add(node.op_type)
         node.attributes["plugin_namespace"] = ir.AttrString("plugin_namespace", DOMAIN)
         node.attributes["plugin_version"] = ir.AttrString("plugin_version", str(VERSION))
-        node.attributes["block_len"] = ir.AttrInt64("block_len", spec.block_len)
+        node.attributes["block_len"] = ir.AttrInt64("block_len", block_len)
     for name in OPS:
         if name in used:
             body = function_body(
-                name, spec.block_len, precision.io, taps, wide_skip, one_group, channels
+                name, block_len, precision.io, taps, wide_skip, one_group, channels
             )
             model.functions[body.identifier()] = body
 
@@ -296,7 +324,7 @@ def name_values(model: ir.Model) -> None:
 
 def is_weight(name: str) -> bool:
     """Whether an initialiser is a weight of the checkpoint rather than a constant of the graph."""
-    return name.startswith(("layers.", "embedding.", "norm.", "head."))
+    return name.startswith(_WEIGHTS)
 
 
 def lint(model: ir.Model, inputs: tuple[Port, ...], outputs: tuple[Port, ...]) -> None:
@@ -371,7 +399,8 @@ def _lint_constant(name: str, value: ir.Value) -> None:
     if value.const_value.nbytes > LARGEST_CONSTANT:
         raise ExportError(
             f"constant {name!r} has {value.const_value.nbytes} bytes inside the graph: weights "
-            "stand in the weights file; please report this model"
+            "stand in the weights file: make it a parameter or a buffer of the module, or report "
+            "this model"
         )
     _lint_array(f"constant {name!r}", value.const_value.numpy())
 
@@ -385,13 +414,12 @@ def _lint_array(what: str, data: Array) -> None:
 
 
 def repair_open_ends(model: ir.Model) -> None:
-    """Write open slice ends (INT64 maximum) as the INT32 maximum, which every parser keeps."""
-    limit = np.iinfo(np.int32).max
-    for value in model.graph.initializers.values():
+    """Write open slice ends (INT64 limits) as those of INT32, which every parser keeps."""
+    limits = np.iinfo(np.int32)
+    for name, value in model.graph.initializers.items():
         tensor = value.const_value
-        if tensor is None or tensor.dtype != ir.DataType.INT64:
+        if is_weight(name) or tensor is None or tensor.dtype != ir.DataType.INT64:
             continue
-        data = tensor.numpy()
-        if (data == np.iinfo(np.int64).max).any():
-            clipped = np.minimum(data, limit)
+        if all(node.op_type == "Slice" and place in (1, 2) for node, place in value.uses()):
+            clipped = np.clip(tensor.numpy(), limits.min, limits.max)
             value.const_value = ir.tensor(clipped, name=value.name)

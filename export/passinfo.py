@@ -1,4 +1,8 @@
-"""What one pass is: its role, lengths, positions and masks, computed once for all layers."""
+"""What one pass is: its role, lengths, positions and masks, computed once for all layers.
+
+Places are counted from the first new token of the pass: 0 is that token, cached tokens have
+negative places. A token's position in the text is its place plus ``past_length``.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fixedstate.export.layers import rotary_angles
-from fixedstate.spec import ModelSpec
+from fixedstate.spec import AttentionSizes, LinearAttentionSizes, ModelSpec
 
 
 class PassInfo:
@@ -36,9 +40,10 @@ class PassInfo:
         self.past_length = past_length
         self.commit_length = commit_length
         self._tensors: dict[object, Tensor] = {}
-        self._angles: dict[tuple[int, float], tuple[Tensor, Tensor]] = {}
+        self._angles: dict[object, tuple[Tensor, Tensor]] = {}
 
-    def _once(self, key: object, make: Callable[[], Tensor]) -> Tensor:
+    def once(self, key: object, make: Callable[[], Tensor]) -> Tensor:
+        """What ``make`` gives, made at the first call with that key."""
         if key not in self._tensors:
             self._tensors[key] = make()
         return self._tensors[key]
@@ -49,16 +54,28 @@ class PassInfo:
         return self.role.startswith("commit")
 
     @property
+    def past(self) -> Tensor:
+        """[B] committed tokens per row."""
+        assert self.past_length is not None
+        return self.past_length
+
+    @property
     def steps(self) -> Tensor:
-        """[T] 0, 1, 2, ... int64."""
-        return self._once("steps", lambda: torch.arange(self.tokens))
+        """[T] 0, 1, 2, ... int64: the places of the new tokens."""
+        return self.once("steps", lambda: torch.arange(self.tokens))
+
+    @property
+    def starts(self) -> Tensor:
+        """[T] int64: the place at which each new token's block begins."""
+        length = self.spec.block_len
+        return self.once("starts", lambda: self.steps // length * length)
 
     @property
     def clean(self) -> Tensor:
         """[B, T] bool: the tokens that are committed."""
         assert self.commit_length is not None
         length = self.commit_length
-        return self._once("clean", lambda: self.steps < length[:, None])
+        return self.once("clean", lambda: self.steps < length[:, None])
 
     def keep(self, new: Tensor, past: Tensor) -> Tensor:
         """``new`` for rows that commit anything, the very bytes of ``past`` for the others."""
@@ -66,48 +83,82 @@ class PassInfo:
         some = (self.commit_length > 0).reshape(-1, *(1,) * (new.ndim - 1))
         return torch.where(some, new, past)
 
-    def rotary(self, rotary_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-        """Cosine and sine at the positions of the new tokens."""
-        assert self.past_length is not None
-        past = self.past_length
-        positions = self._once("positions", lambda: past[:, None] + self.steps)
-        key = (rotary_dim, theta)
-        if key not in self._angles:
-            self._angles[key] = rotary_angles(positions, rotary_dim, theta)
-        return self._angles[key]
+    # --- positions
+
+    @property
+    def positions(self) -> Tensor:
+        """[B, T] positions of the new tokens in the text; [1, T] in a full pass."""
+        if self.role == "full":
+            return self.steps[None]
+        return self.once("positions", lambda: self.past[:, None] + self.steps)
+
+    def angles(
+        self, sizes: AttentionSizes | LinearAttentionSizes, name: object, positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Cosine and sine at positions [B or 1, S], shared by layers that rotate alike.
+
+        Args:
+            sizes: Whose frequencies.
+            name: Stands for the positions: the same name, the same positions.
+            positions: int64.
+        """
+        scheme = (sizes.rotary_dim, sizes.rope_theta, sizes.rope_scaling)
+        if (name, scheme) not in self._angles:
+            self._angles[name, scheme] = rotary_angles(positions, *scheme)
+        return self._angles[name, scheme]
+
+    # --- masks
 
     def cache_mask(self, capacity: int) -> Tensor:
         """[B, 1, 1, C] bool: the cached columns that hold committed tokens."""
-        assert self.past_length is not None
-        length = self.past_length
-        return self._once(
-            "cache", lambda: (torch.arange(capacity) < length[:, None])[:, None, None]
+        return self.once(
+            "cache", lambda: (torch.arange(capacity) < self.past[:, None])[:, None, None]
         )
 
-    def fresh_mask(self, direction: str) -> Tensor | None:
-        """[B or 1, 1, T, T] bool: which new token (last axis) each new token sees.
+    def fresh_mask(
+        self, direction: str, window: int | None = None, sinks: int = 0
+    ) -> Tensor | None:
+        """[B or 1, 1, 1, T, T] bool: which new token (last axis) each new token sees.
 
-        None where every new token sees every other: a denoise pass inside one block.
+        None where every new token sees every other: a block, or a whole text, at once.
         """
-        if self.role == "denoise":
-            if direction == "block":
-                return None
-            return self._once(("fresh", direction), lambda: self._causal()[None, None])
-        return self._once(("fresh", direction), lambda: self._commit_mask(direction))
+        if direction == "block" and not self.commits:
+            return None
+        return self.once(
+            ("fresh", direction, window, sinks),
+            lambda: self.seen(direction, self.steps[None], window, sinks)[:, None, None],
+        )
 
-    def _causal(self) -> Tensor:
-        return self.steps[None, :] <= self.steps[:, None]
+    def seen(
+        self, direction: str, keys: Tensor, window: int | None = None, sinks: int = 0
+    ) -> Tensor:
+        """[B or 1, T, S] bool: which keys each new token sees.
 
-    def _commit_mask(self, direction: str) -> Tensor:
-        length = self.spec.block_len
-        blocks = self.steps // length
-        own_block = blocks[None, :] <= blocks[:, None]
-        causal = self._causal()
-        whole = direction == "block" and self.spec.commit_mask == "block"
-        commit = (own_block if whole else causal)[None] & self.clean[:, None, :]
+        Inside a block that is seen as a whole the window does not count; a clean token sees
+        clean tokens only.
+
+        Args:
+            direction: ``block`` or ``forward``.
+            keys: [B or 1, S] int64 places of the keys.
+            window: Tokens before itself that a token sees; None for all.
+            sinks: First tokens of the text that are seen from everywhere.
+        """
+        query, key = self.steps[:, None], keys[:, None, :]
+        start = self.starts[:, None]
+        causal, whole = key <= query, key < start + self.spec.block_len
+        if window is not None:
+            near = query - key <= window
+            if sinks:
+                near = near | (key + self.past[:, None, None] < sinks)
+            causal, whole = causal & near, whole & (near | (key >= start))
+        noisy = whole if direction == "block" else causal
+        if not self.commits:
+            return noisy
+        assert self.commit_length is not None
+        together = direction == "block" and self.spec.commit_mask == "block"
+        commit = (whole if together else causal) & (key < self.commit_length[:, None, None])
         if self.role == "commit":
-            return commit[:, None]
-        noisy = (own_block if direction == "block" else causal)[None]
+            return commit
         clean = self.clean[:, :, None]
         # not torch.where: ONNX Runtime's Where has no kernel for bool
-        return ((clean & commit) | (~clean & noisy))[:, None]
+        return (clean & commit) | (~clean & noisy)

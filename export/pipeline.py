@@ -1,4 +1,4 @@
-"""The order of the stages: checkpoint, denoiser, graphs, weights, comparison, bundle."""
+"""The order of the stages: model, graphs, weights, comparison, bundle."""
 
 from __future__ import annotations
 
@@ -16,21 +16,28 @@ from fixedstate.bundle import (
     PARITY,
     WEIGHTS,
     Bundle,
+    DecodeDefaults,
     Graph,
+    Source,
     check_target,
     sha256_of,
     staged_folder,
     write_atomic,
 )
-from fixedstate.errors import ExportError
+from fixedstate.errors import UsageError
 from fixedstate.export import parity
-from fixedstate.export.checkpoint import Checkpoint, load_checkpoint
-from fixedstate.export.denoiser import Denoiser, as_stored, check_supported
-from fixedstate.export.passes import MIN_ONNXRUNTIME, finish
-from fixedstate.export.trace import trace
+from fixedstate.export.checkpoint import load_checkpoint
+from fixedstate.export.custom import BuildReference, build_reference, load_module, refuse_options
+from fixedstate.export.customlaws import check_module
+from fixedstate.export.denoiser import BlockModel, Denoiser, check_supported
+from fixedstate.export.layerwise import WHOLE_UP_TO, compare_layers
+from fixedstate.export.passes import MIN_ONNXRUNTIME, finish, serialised
+from fixedstate.export.stored import ModuleWeights, StoredWeights, WeightSource, as_stored
+from fixedstate.export.trace import trace, without_weights
 from fixedstate.export.weightfile import point_at_weights, write_weights
 from fixedstate.plugins.torch_ops import TRACED
-from fixedstate.state import Precision, StateSpec, graph_ports
+from fixedstate.spec import ModelSpec
+from fixedstate.state import Precision, graph_ports
 
 Say = Callable[[str], None]
 
@@ -60,13 +67,15 @@ def export_bundle(
     force: bool = False,
     allow_unexpected: bool = False,
     conv_layout: str | None = None,
+    whole_up_to: int = WHOLE_UP_TO,
     notes: Say | None = None,
     progress: Say | None = None,
 ) -> ExportReport:
     """Turn a checkpoint into a bundle, or into nothing.
 
     Args:
-        checkpoint: Name of a shipped model, or a checkpoint folder.
+        checkpoint: Name of a shipped model, a checkpoint folder, or ``pkg.module:build``, a
+            callable that gives a module of your own: its code is run.
         out: The bundle folder to make.
         block_len: L, where the checkpoint does not say.
         mask_id: Id of the mask, where the checkpoint does not say.
@@ -76,6 +85,8 @@ def export_bundle(
         force: Replace what stands at ``out``.
         allow_unexpected: Leave out tensors that the model does not have.
         conv_layout: See :func:`fixedstate.export.checkpoint.load_checkpoint`.
+        whole_up_to: Bytes of weights up to which whole graphs are compared with PyTorch; above,
+            layer by layer, so that no more than a layer or two are in memory.
         notes: Told what was decided on the way.
         progress: Told what is being done.
 
@@ -86,6 +97,19 @@ def export_bundle(
     target = Path(out)
     check_target(target, force)
     chosen = Precision.named(precision)
+    reference = build_reference(checkpoint)
+    if reference is not None:
+        refuse_options(
+            reference,
+            precision,
+            block_len=block_len,
+            mask_id=mask_id,
+            stop_ids=stop_ids,
+            single_graph=single_graph,
+            allow_unexpected=allow_unexpected,
+            conv_layout=conv_layout,
+        )
+        return _export_module(reference, target, force, notes or (lambda _: None), say)
     say("reading the checkpoint")
     loaded = load_checkpoint(
         checkpoint,
@@ -97,63 +121,130 @@ def export_bundle(
         notes=notes,
     )
     check_supported(loaded.spec)
-    roles = ["denoise", "commit"] + (["commit_denoise"] if single_graph else [])
+    roles = _roles(loaded.spec, single_graph)
     with staged_folder(target, force=force) as folder:
-        bundle = write_bundle(folder, loaded, chosen, roles, say)
-        report = parity.compare_graphs(
-            bundle,
-            Denoiser(loaded.spec, as_stored(loaded.tensors, chosen)),
-            progress=progress,
+        bundle = write_bundle(
+            folder,
+            without_weights(
+                loaded.spec, lambda given: Denoiser(loaded.spec, given, chosen, TRACED)
+            ),
+            StoredWeights(loaded.tensors, chosen),
+            roles,
+            say,
+            decode=loaded.decode,
+            files={**loaded.tokenizer_files, **loaded.licence_files},
+            source=loaded.source,
         )
-        parity.require(report)
-        write_atomic(folder / PARITY, (json.dumps(report, indent=1) + "\n").encode())
+        if (folder / WEIGHTS).stat().st_size <= whole_up_to:
+            right = Denoiser(loaded.spec, as_stored(loaded.tensors, chosen))
+            report = parity.compare_graphs(bundle, right, progress=say)
+        else:
+            report = compare_layers(bundle, loaded.tensors, progress=say)
+        _accept(bundle, report)
     return ExportReport(Bundle.open(target), report)
 
 
+def _roles(spec: ModelSpec, single_graph: bool) -> list[str]:
+    """The graphs of a model.
+
+    Raises:
+        UsageError: for a fused graph of a model that commits nothing.
+    """
+    if spec.objective != "full":
+        return ["denoise", "commit"] + (["commit_denoise"] if single_graph else [])
+    if single_graph:
+        raise UsageError(
+            "a model of objective 'full' has one graph, over the whole sequence: leave out "
+            "--single-graph"
+        )
+    return ["full"]
+
+
+def _export_module(
+    reference: BuildReference, target: Path, force: bool, notes: Say, say: Say
+) -> ExportReport:
+    """A bundle of a user's own module, which is also what its graphs are compared with."""
+    say("building the module")
+    loaded = load_module(reference, notes)
+    say("checking the laws of the module")
+    with parity.few_threads(loaded.denoiser):
+        check_module(loaded.denoiser)
+    with staged_folder(target, force=force) as folder:
+        bundle = write_bundle(
+            folder,
+            loaded.denoiser,
+            ModuleWeights(loaded.denoiser),
+            ["denoise", "commit"],
+            say,
+            decode=loaded.decode,
+            files=loaded.tokenizer_files,
+            source=loaded.source,
+        )
+        report = parity.compare_graphs(bundle, loaded.denoiser, progress=say)
+        _accept(bundle, report)
+    return ExportReport(Bundle.open(target), report)
+
+
+def _accept(bundle: Bundle, report: Mapping[str, Any]) -> None:
+    """Write the bundle's parity.json.
+
+    Raises:
+        ParityError: where a graph differs.
+    """
+    parity.require(report)
+    write_atomic(bundle.path / PARITY, (json.dumps(report, indent=1) + "\n").encode())
+
+
 def write_bundle(
-    folder: Path, checkpoint: Checkpoint, precision: Precision, roles: list[str], say: Say
+    folder: Path,
+    model: BlockModel,
+    weights: WeightSource,
+    roles: list[str],
+    say: Say,
+    *,
+    decode: DecodeDefaults,
+    files: Mapping[str, Path],
+    source: Source,
 ) -> Bundle:
-    """Write everything of a bundle but parity.json into an empty folder."""
-    spec = checkpoint.spec
-    state = StateSpec.of(spec, precision)
-    denoiser = Denoiser(spec, checkpoint.tensors, precision, TRACED)
-    models: dict[str, ir.Model] = {}
+    """Write everything of a bundle but parity.json into an empty folder.
+
+    Args:
+        folder: Where to.
+        model: What is traced, with traced operators; its weights are not looked at.
+        weights: Gives the weights of its graphs, one at a time.
+        roles: One graph each.
+        say: Told what is being done.
+        decode: How the bundle decodes unless told otherwise.
+        files: Tokenizer and licence files by name, copied.
+        source: Where the weights came from.
+    """
+    spec, precision = model.spec, model.precision
+    graphs_by_role: dict[str, ir.Model] = {}
     for role in roles:
         say(f"tracing {role}")
-        models[role] = finish(trace(denoiser, role), spec, precision, role)
+        graphs_by_role[role] = finish(trace(model, role), spec, precision, role)
     say("writing the weights")
-    offsets = write_weights(models.values(), folder / WEIGHTS)
+    places, digest = write_weights(graphs_by_role.values(), weights, folder / WEIGHTS, say)
     graphs: dict[str, Graph] = {}
-    for role, model in models.items():
-        point_at_weights(model, offsets, folder)
+    for role, graph in graphs_by_role.items():
+        point_at_weights(graph, places, folder)
         file = f"{role}.onnx"
-        write_atomic(folder / file, _serialised(role, model))
-        inputs, outputs = graph_ports(spec, state, role)
+        write_atomic(folder / file, serialised(graph))
+        inputs, outputs = graph_ports(spec, model.state_spec, role)
         graphs[role] = Graph(role, file, sha256_of(folder / file), MIN_ONNXRUNTIME, inputs, outputs)
-    files = _copy_files({**checkpoint.tokenizer_files, **checkpoint.licence_files}, folder)
     bundle = Bundle(
         path=folder,
         spec=spec,
         precision=precision,
-        state=state,
+        state=model.state_spec,
         graphs=graphs,
-        weights=sha256_of(folder / WEIGHTS),
-        decode=checkpoint.decode,
-        files=files,
-        source=checkpoint.source,
+        weights=digest,
+        decode=decode,
+        files=_copy_files(files, folder),
+        source=source,
     )
     write_atomic(folder / MANIFEST, bundle.manifest())
     return replace(bundle, digest=sha256_of(folder / MANIFEST))
-
-
-def _serialised(role: str, model: ir.Model) -> bytes:
-    data = ir.to_proto(model).SerializeToString(deterministic=True)
-    if len(data) > 1 << 30:
-        raise ExportError(
-            f"graph {role!r} is {len(data)} bytes without its weights: constants of the model "
-            "should be weights; please report this model"
-        )
-    return bytes(data)
 
 
 def _copy_files(files: Mapping[str, Path], folder: Path) -> dict[str, str]:

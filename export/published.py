@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from fixedstate.bundle import DecodeDefaults
 from fixedstate.errors import CheckpointError
-from fixedstate.export.weights import tensor_shapes
+from fixedstate.export.adaln import Folded
+from fixedstate.export.weights import Shape, tensor_shapes
 from fixedstate.spec import ModelSpec
 
 OWN, MAMBA_SSM, TRANSFORMERS = "fixedstate", "mamba_ssm", "transformers"
+BD3LM, DIMAMBA = "bd3lm", "dimamba"
 FORMATS = (
-    'format "fixedstate" (this package), d_model and n_layer (mamba_ssm), or model_type "mamba" '
-    'or "mamba2" (transformers)'
+    'format "fixedstate" (this package), d_model and n_layer (mamba_ssm), model_type "mamba" or '
+    '"mamba2" (transformers), "bd3lm" or "bimamba" (diffusion models)'
 )
 
 
@@ -24,6 +27,31 @@ class Piece:
     key: str
     start: int = 0
     stop: int | None = None  # None for the whole tensor
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Published names of what it is made of: one."""
+        return (self.key,)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A published checkpoint as this package reads it.
+
+    Attributes:
+        spec: The model.
+        pieces: Where each tensor of the own layout comes from.
+        shapes: Shape that each tensor of the file must have, by published name; empty where the
+            pieces and the spec say it.
+        twins: Published names that may hold a second copy, and what they must be equal to.
+        decode: How it decodes unless told otherwise.
+    """
+
+    spec: ModelSpec
+    pieces: Mapping[str, Piece | Folded]
+    shapes: Mapping[str, Shape] = field(default_factory=dict)
+    twins: Mapping[str, str] = field(default_factory=dict)
+    decode: DecodeDefaults = field(default_factory=DecodeDefaults)
 
 
 def style_of(config: Mapping[str, Any]) -> str:
@@ -42,6 +70,11 @@ def style_of(config: Mapping[str, Any]) -> str:
     model_type = config.get("model_type")
     if model_type in ("mamba", "mamba2") and "hidden_size" in config:
         return TRANSFORMERS
+    if model_type == "bd3lm":
+        return BD3LM
+    outer = config.get("config")
+    if model_type == "bimamba" or (isinstance(outer, dict) and outer.get("backbone") == DIMAMBA):
+        return DIMAMBA
     if "d_model" in config and "n_layer" in config:
         return MAMBA_SSM
     found = f"model_type {model_type!r}" if model_type else f"the keys {sorted(config)[:8]}"
@@ -55,6 +88,12 @@ def pieces_of(spec: ModelSpec) -> dict[str, Piece]:
 
 def shown(key: str, style: str) -> str:
     """A published name as a file would spell it, for messages."""
+    if style == DIMAMBA:
+        if key.startswith("sigma_map."):
+            return key
+        if key == "embedding.weight":
+            key = "embeddings.word_embeddings.weight"
+        return f"model.{key}" if key.startswith("lm_head.") else f"model.bimamba.backbone.{key}"
     if style == OWN or key.startswith("lm_head."):
         return key
     if style == TRANSFORMERS and key == "embedding.weight":

@@ -89,10 +89,10 @@ class PublishedConfig:
 
     Attributes:
         config: config.json.
-        style: ``mamba_ssm`` or ``transformers``.
+        style: One of the published styles.
         shapes: Shapes by published name without ``backbone.``, conv weights as (C, 1, K).
         note: Told what was decided where the config leaves room.
-        kind: ``mamba1`` or ``mamba2``.
+        kind: The mixer: ``mamba1``, ``mamba2`` or ``attention``.
         keys: Config key of each size.
     """
 
@@ -109,15 +109,16 @@ class PublishedConfig:
             self.known("ssm_cfg", _SSM_KEYS)
             self.known("attn_cfg", _ATTN_KEYS)
         self.kind = self._kind()
-        self.keys = _KEYS[style, self.kind]
+        self.keys = self._keys()
 
     # What the config says.
 
     def get(self, key: str) -> Any:
         """The value of a key, ``outer.inner`` for a nested one; None where unstated."""
-        outer, _, inner = key.partition(".")
-        value = self.config.get(outer)
-        return (value or {}).get(inner) if inner else value
+        value: Any = self.config
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        return value
 
     def known(self, outer: str, known: tuple[str, ...]) -> None:
         """Refuse keys of the config, or of a mapping in it, that are not known."""
@@ -155,6 +156,9 @@ class PublishedConfig:
                 f"{' and '.join(sorted(found))}: use the config that belongs to the weights"
             )
         return said[stated]
+
+    def _keys(self) -> Mapping[str, str]:
+        return _KEYS[self.style, self.kind]
 
     def count(self, key: str) -> int | None:
         """A positive int, or None where unstated."""

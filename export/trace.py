@@ -8,27 +8,39 @@ converter only logs some of its failures.
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import io
 import logging
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import onnx_ir as ir
 import torch
 from onnx import defs
 from onnxscript import values
+from onnxscript.function_libs.torch_lib.ops.core import aten_view
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import Dim
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fixedstate.errors import ExportError
-from fixedstate.export.denoiser import Denoiser, RoleGraph
+from fixedstate.export.denoiser import BlockModel, Denoiser, RoleGraph
+from fixedstate.export.passes import valueless
+from fixedstate.export.simplify import simplify
+from fixedstate.export.weights import tensor_shapes
 from fixedstate.plugins.schema import DOMAIN, FLOAT32_INPUTS, OPS, OPSET, VERSION
 from fixedstate.ports import Port
+from fixedstate.spec import ModelSpec
 
 _EXAMPLE = {"B": 3, "n": 5, "m": 2, "C": 37, "T": 24}
 """Sizes used while tracing: no two alike, none of them 1, so that nothing is specialised."""
+
+M = TypeVar("M")
+
+_ATEN = torch.ops.aten
 
 _ANY = [f"tensor({name})" for name in ("float", "float16", "bfloat16", "double", "int64", "bool")]
 
@@ -76,68 +88,179 @@ def _translations(block_len: int) -> dict[Callable[..., Any], Callable[..., Any]
     table: dict[Callable[..., Any], Callable[..., Any]] = {}
     for op in OPS.values():
         target = getattr(torch.ops.fixedstate, op.torch_name).default
-        table[target] = _translation(opset, op.name, len(op.inputs), block_len)
+        names = [argument.name for argument in target._schema.arguments]
+        table[target] = _translation(getattr(opset, op.name), names, len(op.inputs), block_len)
+    table[_ATEN.reshape.default] = aten_view  # a size of 0 is one, as in a decomposed graph
     return table
 
 
-def _translation(opset: values.Opset, name: str, count: int, block_len: int) -> Callable[..., Any]:
-    record = getattr(opset, name)
-    if count == 3:
-        if name == "CausalConvReverse":
-            return lambda x, weight, bias, length: record(x, weight, bias, block_len=block_len)
-        raise AssertionError(name)
-    if count == 4:
-        return lambda x, weight, bias, state: record(x, weight, bias, state, block_len=block_len)
-    if count == 5:
-        return lambda x, weight, bias, state, length: record(
-            x, weight, bias, state, length, block_len=block_len
-        )
-    if count == 6:
-        return lambda x, dt, a, b, c, d, length: record(x, dt, a, b, c, d, block_len=block_len)
-    return lambda x, dt, a, b, c, d, state, length: record(
-        x, dt, a, b, c, d, state, block_len=block_len
+def _translation(
+    record: Callable[..., Any], names: list[str], count: int, block_len: int
+) -> Callable[..., Any]:
+    """A function of the operator's own arguments, of which the first ``count`` are tensors."""
+
+    def translated(*arguments: Any) -> Any:
+        return record(*arguments[:count], block_len=block_len)
+
+    # the exporter reads the parameters from here
+    translated.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
     )
+    return translated
 
 
-def trace(denoiser: Denoiser, role: str) -> ir.Model:
+def without_weights(spec: ModelSpec, make: Callable[[Mapping[str, torch.Tensor]], M]) -> M:
+    """A model to trace, made of weights that have shapes but no values.
+
+    Args:
+        spec: The model whose tensors are asked for.
+        make: Makes the model of its tensors, own checkpoint layout.
+    """
+    with FakeTensorMode():
+        return make({name: torch.empty(shape) for name, shape in tensor_shapes(spec).items()})
+
+
+def trace(model: BlockModel, role: str) -> ir.Model:
     """The graph of one role, with the ports' names and still without function bodies.
 
     Args:
-        denoiser: A denoiser with :data:`fixedstate.plugins.torch_ops.TRACED` operators.
+        model: A denoiser with :data:`fixedstate.plugins.torch_ops.TRACED` operators, which needs
+            no weights, or a module of another kind.
         role: ``denoise``, ``commit`` or ``commit_denoise``.
+
+    Returns:
+        The graph. Its weights have name, shape and dtype, but no values.
 
     Raises:
         ExportError: naming what could not be traced, or what came back instead.
     """
+    return trace_graph(RoleGraph(model, role))
+
+
+def trace_graph(graph: RoleGraph) -> ir.Model:
+    """The graph of a module whose arguments and results are ports; see :func:`trace`."""
     _register_schemas()
-    graph = RoleGraph(denoiser, role)
     inputs = [_example(port) for port in graph.inputs]
-    with _quiet() as said:
+    with _quiet() as said, _eager_shapes():
         try:
-            program = torch.onnx.export(
+            captured = torch.export.export(
                 graph,
                 tuple(inputs),
+                dynamic_shapes=(_dynamic(graph.inputs),),
+                strict=False,
+                prefer_deferred_runtime_asserts_over_guards=True,
+            )
+            weights = {*captured.graph_signature.inputs_to_buffers.values()}
+            weights |= {*captured.graph_signature.inputs_to_parameters.values()}
+            _decompose_once(captured)
+            program = torch.onnx.export(
+                captured,
+                (),
                 None,
                 dynamo=True,
                 opset_version=OPSET,
-                dynamic_shapes=(_dynamic(graph.inputs),),
                 input_names=[port.name for port in graph.inputs],
                 output_names=[port.name for port in graph.outputs],
-                custom_translation_table=_translations(denoiser.spec.block_len),
+                custom_translation_table=_translations(graph.denoiser.spec.block_len),
                 verbose=False,
-                optimize=True,
+                optimize=False,
             )
         except Exception as err:
-            raise ExportError(f"graph {role!r}: {_reason(err, graph, inputs)}") from err
-    assert program is not None
-    model = program.model
+            raise ExportError(f"graph {graph.role!r}: {_reason(err, graph, inputs)}") from err
+        assert program is not None
+        model = program.model
+        _simplify(model, weights)
     found = model.opset_imports.get("")
     if found != OPSET:
         raise ExportError(
-            f"graph {role!r}: the converter gave opset {found} instead of {OPSET}; it said: "
+            f"graph {graph.role!r}: the converter gave opset {found} instead of {OPSET}; it said: "
             f"{said.getvalue().strip()[-300:] or 'nothing'}"
         )
     return model
+
+
+@contextlib.contextmanager
+def _eager_shapes() -> Iterator[None]:
+    """Settings of PyTorch while it captures a graph.
+
+    Sizes 0 and 1 are as dynamic as others. What an operator gives is not kept by its symbolic
+    shapes, which takes longer than computing it anew.
+    """
+    with (
+        torch.fx.experimental._config.patch(backed_size_oblivious=True),  # type: ignore[attr-defined]
+        torch._dynamo.config.patch(fake_tensor_cache_enabled=False),
+    ):
+        yield
+
+
+_SPELLINGS = {
+    _ATEN.__and__.Tensor: _ATEN.bitwise_and.Tensor,
+    _ATEN.__or__.Tensor: _ATEN.bitwise_or.Tensor,
+    _ATEN.lift_fresh_copy.default: _ATEN.alias.default,
+    _ATEN.detach_.default: _ATEN.alias.default,
+}
+"""Operators as Python code spells them, and what they come to in a graph that is only run."""
+
+
+def _decompose_once(captured: torch.export.ExportedProgram) -> None:
+    """Decompose in place what needs no second run through the graph; skip that run if it can be.
+
+    The converter asks the program for a decomposed one, which traces it all over again and takes
+    longer than everything else. Where no operator is left to decompose the program is its own
+    answer.
+    """
+    for node in captured.graph.nodes:
+        if node.target in _SPELLINGS:
+            node.target = _SPELLINGS[node.target]
+        elif node.target is _ATEN.to.dtype and len(node.args) == 2 and not node.kwargs:
+            source, dtype = node.args
+            if source.meta["val"].dtype == dtype:
+                node.target, node.args = _ATEN.alias.default, (source,)
+            else:
+                node.target, node.args = _ATEN._to_copy.default, (source,)
+                node.kwargs = {"dtype": dtype}
+    whole = captured.run_decompositions
+
+    def run_decompositions(table: Any = None) -> torch.export.ExportedProgram:
+        return whole(table) if _decomposable(captured, table or {}) else captured
+
+    captured.run_decompositions = run_decompositions
+
+
+def _decomposable(captured: torch.export.ExportedProgram, table: Mapping[Any, Any]) -> bool:
+    """Whether an operator would be decomposed, or changes its input in place."""
+    for node in captured.graph.nodes:
+        op = node.target
+        if not isinstance(op, torch._ops.OpOverload) or op is _ATEN.reshape.default:
+            continue
+        composite = op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+        # a composite operator outside the table is kept where the converter knows it, which the
+        # table is made to say, and dissolved where PyTorch itself always does so
+        if op in table or op._schema.is_mutable or (composite and op not in _optional()):
+            return True
+    return False
+
+
+@functools.cache
+def _optional() -> frozenset[Any]:
+    """Operators that PyTorch decomposes only if asked to."""
+    return frozenset(torch.export.default_decompositions())
+
+
+def _simplify(model: ir.Model, weights: set[str]) -> None:
+    """Fold constants and drop what is double; values of weights are not looked at.
+
+    Afterwards a weight stands for its values without having them.
+    """
+    values_of = [value for name, value in model.graph.initializers.items() if name in weights]
+    for value in values_of:
+        value.const_value = None
+    simplify(model)
+    for value in values_of:
+        assert value.dtype is not None
+        assert value.shape is not None
+        assert value.name is not None
+        value.const_value = valueless(value.dtype, value.shape, value.name)
 
 
 class _OpaqueOperatorError(Exception):
@@ -161,8 +284,13 @@ def _reason(err: BaseException, graph: RoleGraph, inputs: list[torch.Tensor]) ->
     The exporter's messages name no layer, so the pass is run once more without it: an operator
     that is not PyTorch's own is found where it is called.
     """
+    held = [tensor for tensor in graph.buffers() if isinstance(tensor, FakeTensor)]
+    kind: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if held:  # weights without values run among tensors of their own kind only
+        kind = held[0].fake_mode
+        inputs = [held[0].fake_mode.from_tensor(tensor) for tensor in inputs]
     try:
-        with torch.inference_mode(), _KnownOpsOnly():  # type: ignore[no-untyped-call]
+        with torch.no_grad(), kind, _KnownOpsOnly():  # type: ignore[no-untyped-call]
             graph(*inputs)
     except _OpaqueOperatorError as found:
         return (

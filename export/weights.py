@@ -170,11 +170,15 @@ def random_tensors(spec: ModelSpec, seed: int = 0, scale: float = 1.0) -> dict[s
     """
     generator = torch.Generator().manual_seed(seed)
     return {
-        name: _random(name, shape, generator, scale) for name, shape in tensor_shapes(spec).items()
+        name: random_tensor(name, shape, generator, scale)
+        for name, shape in tensor_shapes(spec).items()
     }
 
 
-def _random(name: str, shape: Shape, generator: torch.Generator, scale: float) -> torch.Tensor:
+def random_tensor(
+    name: str, shape: Shape, generator: torch.Generator, scale: float = 1.0
+) -> torch.Tensor:
+    """One tensor of :func:`random_tensors`, drawn from the generator."""
     normal = torch.randn(shape, generator=generator)
     if name.endswith("A_log"):
         low, high = _A_RANGE

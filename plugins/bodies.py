@@ -14,16 +14,15 @@ import onnx_ir as ir
 
 from fixedstate.plugins.schema import ATTRIBUTES, CHUNK, DOMAIN, OPS, OPSET
 
+_OPEN_END = np.iinfo(np.int32).max
 _IO = {"float32": ir.DataType.FLOAT, "float16": ir.DataType.FLOAT16}
 
 
-class _Body:
-    """A function body under construction: every method adds nodes and gives a value."""
+class _Nodes:
+    """Nodes under construction: every method adds some and gives a value."""
 
-    def __init__(self, name: str, io: str) -> None:
-        self.schema = OPS[name]
-        self.io = _IO[io]
-        self.inputs = {n: ir.Value(name=n) for n in self.schema.inputs}
+    def __init__(self, prefix: str = "") -> None:
+        self.prefix = prefix
         self.nodes: list[ir.Node] = []
         self._constants: dict[tuple[str, tuple[int, ...], bytes], ir.Value] = {}
 
@@ -38,7 +37,7 @@ class _Body:
         attrs = ir.convenience.convert_attributes(attributes)  # type: ignore[arg-type]
         node = ir.Node("", op_type, list(inputs), attrs, num_outputs=outputs)
         for index, value in enumerate(node.outputs):
-            value.name = f"{op_type.lower()}_{len(self.nodes)}_{index}"
+            value.name = f"{self.prefix}{op_type.lower()}_{len(self.nodes)}_{index}"
         self.nodes.append(node)
         return node.outputs
 
@@ -49,18 +48,6 @@ class _Body:
         if key not in self._constants:
             self._constants[key] = self.op("Constant", value=ir.tensor(data))
         return self._constants[key]
-
-    def float(self, value: ir.Value) -> ir.Value:
-        """The value in float32."""
-        if self.io == ir.DataType.FLOAT:
-            return value
-        return self.op("Cast", value, to=int(ir.DataType.FLOAT))
-
-    def to_io(self, value: ir.Value) -> ir.Value:
-        """The value in the io dtype."""
-        if self.io == ir.DataType.FLOAT:
-            return value
-        return self.op("Cast", value, to=int(self.io))
 
     def transpose(self, value: ir.Value, *perm: int) -> ir.Value:
         """Axes in another order."""
@@ -87,6 +74,28 @@ class _Body:
             return self.op("Reshape", value, self.const(list(shape)))
         parts = [part if isinstance(part, ir.Value) else self.const([part]) for part in shape]
         return self.op("Reshape", value, self.op("Concat", *parts, axis=0))
+
+
+class _Body(_Nodes):
+    """The body of one operator."""
+
+    def __init__(self, name: str, io: str) -> None:
+        super().__init__()
+        self.schema = OPS[name]
+        self.io = _IO[io]
+        self.inputs = {n: ir.Value(name=n) for n in self.schema.inputs}
+
+    def float(self, value: ir.Value) -> ir.Value:
+        """The value in float32."""
+        if self.io == ir.DataType.FLOAT:
+            return value
+        return self.op("Cast", value, to=int(ir.DataType.FLOAT))
+
+    def to_io(self, value: ir.Value) -> ir.Value:
+        """The value in the io dtype."""
+        if self.io == ir.DataType.FLOAT:
+            return value
+        return self.op("Cast", value, to=int(self.io))
 
     def function(self, outputs: Sequence[ir.Value]) -> ir.Function:
         """The finished function."""
@@ -116,7 +125,7 @@ def function_body(
 
     Args:
         name: A key of :data:`fixedstate.plugins.schema.OPS`.
-        block_len: L of the model, in tokens.
+        block_len: L of the model, in tokens; 0 where the whole sequence is one block.
         io: ``float32`` or ``float16``, the dtype of activations.
         taps: The different K of the model's convolutions.
         wide_skip: Whether any layer's D has one weight per channel, [H, P], rather than per head.
@@ -129,6 +138,8 @@ def function_body(
     body = _Body(name, io)
     if name.startswith("CausalConv"):
         return _conv(body, block_len, sorted(set(taps)), channels)
+    if name.startswith("SelectiveScan"):
+        return _scan(body, block_len)
     return _ssd(body, block_len, wide_skip, one_group)
 
 
@@ -144,16 +155,17 @@ def _conv(body: _Body, block_len: int, taps: Sequence[int], channels: int | None
     most = taps[-1]
     x = body.inputs["x"]
     if body.schema.name == "CausalConvReverse":
-        blocks = body.op("Reshape", x, _block_shape(body, x, block_len))
+        blocks = _blocks(body, x, block_len)
         full = body.op("Pad", blocks, body.const([0, 0, 0, 0, most - 1, 0]))
-        y = _convolved(body, full, most, block_len, channels, len(taps) > 1, reverse=True)
+        width = block_len or body.dims(x, 1, 2)
+        y = _convolved(body, full, most, width, channels, len(taps) > 1, reverse=True)
         return body.function([body.op("Reshape", y, body.op("Shape", x))])
     mixed = len(taps) > 1
     state = body.inputs["state"]
     window = _widen(body, state, most - 1) if mixed else state
     full = body.op("Concat", body.transpose(window, 0, 2, 1), x, axis=1)  # [B, K-1+T, C]
     denoise = body.schema.name == "CausalConvDenoise"
-    tokens: int | ir.Value = block_len if denoise else body.dims(x, 1, 2)
+    tokens = (block_len if denoise else 0) or body.dims(x, 1, 2)
     y = _convolved(body, full, most, tokens, channels, mixed)
     return body.function([y] if denoise else [y, _window(body, full, most, mixed)])
 
@@ -193,9 +205,9 @@ def _widen(body: _Body, value: ir.Value, columns: int) -> ir.Value:
     return body.op("Pad", value, pads)
 
 
-def _block_shape(body: _Body, x: ir.Value, block_len: int) -> ir.Value:
-    """[-1, L, C]."""
-    return body.op("Concat", body.const([-1, block_len]), body.dims(x, 2, 3), axis=0)
+def _blocks(body: _Body, x: ir.Value, block_len: int) -> ir.Value:
+    """[B, n*L, C] -> [B*n, L, C]; as it is where the whole sequence is one block."""
+    return body.reshape(x, -1, block_len, body.dims(x, 2, 3)) if block_len else x
 
 
 def _taps(
@@ -233,16 +245,17 @@ def _window(body: _Body, full: ir.Value, most: int, mixed: bool) -> ir.Value:
 def _ssd(body: _Body, block_len: int, wide_skip: bool, one_group: bool) -> ir.Function:
     """The matrix form; see :func:`fixedstate.plugins.torch_ops._ssd`.
 
-    Inside, B' is B for the forward forms and B*n for the reverse one; K chunks of c tokens.
+    Inside, B' is B for the forward forms and B*n for the reverse one; K chunks of c tokens. Where
+    the whole sequence is one block, K is only known at run time and ``per_block`` is None.
     """
     name = body.schema.name
-    size = min(block_len, CHUNK)
-    per_block = -(-block_len // size)
+    size = min(block_len or CHUNK, CHUNK)
+    per_block = -(-block_len // size) or None
     reverse, commit = name == "SsdBlockReverse", name == "SsdBlockCommit"
     x = body.float(body.inputs["x"])
     b, c = (body.float(body.inputs[n]) for n in ("b", "c"))
     dt = body.inputs["dt"]
-    lead = -1 if reverse else 0
+    lead = -1 if reverse and block_len else 0
     cut = _Cut(body, block_len, size, lead, per_block == 1 and not commit, one_group)
     v = cut.heads(x)  # [B', K, H, c, P]
     step = body.unsqueeze(cut.steps(dt), -2)  # [B', K, H, 1, c]
@@ -270,7 +283,9 @@ def _ssd(body: _Body, block_len: int, wide_skip: bool, one_group: bool) -> ir.Fu
             entering = state
         else:
             local = _local(body, cut, weighted, bk, v, b, size, reverse)
-            total = body.op("ReduceSum", log_decay, body.const([3, 4]), keepdims=0)  # [B', K, H]
+            # not ReduceSum: its order of sums depends on where a row stands in memory
+            total = body.op("MatMul", log_decay, body.const(np.ones((size, 1)), np.float32))
+            total = body.op("Squeeze", total, body.const([3, 4]))  # [B', K, H]
             total = body.transpose(total, 0, 2, 1)
             if reverse:
                 entering = _carry_reverse(body, local, total, per_block)
@@ -305,6 +320,18 @@ class _Cut:
         self.lead, self.flat = lead, flat
         self.pad = -block_len % size
         self.one_group = one_group
+        self._missing: ir.Value | None = None
+
+    def _whole_chunks(self, value: ir.Value, rank: int) -> ir.Value:
+        """[B, T, ...] with zeros behind the last token up to a multiple of the chunk."""
+        body = self.body
+        if self._missing is None:
+            # the remainder of a division by a positive number is never negative
+            short = body.op("Neg", body.dims(value, 1, 2))
+            self._missing = body.op("Mod", short, body.const([self.size]))
+        before, after = body.const([0] * (rank + 1)), body.const([0] * (rank - 2))
+        pads = body.op("Concat", before, self._missing, after, axis=0)
+        return body.op("Pad", value, pads)
 
     def _chunks(self, value: ir.Value, rank: int) -> ir.Value:
         body = self.body
@@ -313,7 +340,9 @@ class _Cut:
             if self.lead == 0:
                 return value
             return body.reshape(value, -1, self.block_len, *tail)
-        if self.pad:
+        if not self.block_len:
+            value = self._whole_chunks(value, rank)
+        elif self.pad:
             lead = (0, -1) if self.lead == 0 else (-1,)
             value = body.reshape(value, *lead, self.block_len, *tail)
             axes = len(lead) + rank - 1
@@ -369,6 +398,9 @@ class _Cut:
         value = body.transpose(value, *((0, 2, 1, 3) if self.flat else (0, 1, 3, 2, 4)))
         if self.flat and self.lead == 0:
             return value
+        if not self.block_len:
+            value = body.reshape(value, 0, -1, body.dims(x, 2, 4))
+            return body.slice(value, 1, 0, body.dims(x, 1, 2))
         if self.pad:
             tail = body.dims(x, 2, 4)
             value = body.reshape(value, 0, -1, self.block_len + self.pad, tail)
@@ -407,9 +439,10 @@ def _chunk_decay(
         _, sums = _segment_sums(body, body.unsqueeze(log_decay, -2), size, reverse)
         reached = body.const(reach.T if reverse else reach, np.bool_)
         return body.op("Where", reached, body.op("Exp", sums), zero)
-    assert not reverse
     steps = body.op("Range", body.const(0), body.op("Squeeze", size), body.const(1))
     row, column = body.unsqueeze(steps, 1), body.unsqueeze(steps, 0)
+    if reverse:
+        row, column = column, row
     reached = body.op("LessOrEqual", column, row)
     weight = body.op("Cast", reached, to=int(ir.DataType.FLOAT))
     after = body.op("Cast", body.op("Greater", row, column), to=int(ir.DataType.FLOAT))
@@ -452,12 +485,77 @@ def _carry(
     return entering, final
 
 
-def _carry_reverse(body: _Body, local: ir.Value, total: ir.Value, per_block: int) -> ir.Value:
+def _carry_reverse(
+    body: _Body, local: ir.Value, total: ir.Value, per_block: int | None
+) -> ir.Value:
     """States entering every chunk from the right, zero at the block's right edge."""
-    decay = _chunk_decay(body, total, per_block, reverse=True)  # [B', H, k, k]
-    below = body.slice(decay, 2, 1, per_block)
-    shifted = body.op("Pad", below, body.const([0, 0, 0, 0, 0, 0, 1, 0]))
-    stacked = body.transpose(local, 0, 2, 1, 3, 4)
-    states = body.op("MatMul", shifted, body.reshape(stacked, 0, 0, 0, -1))
+    padded = body.op("Pad", total, body.const([0, 0, 0, 0, 0, 1]))  # a chunk of nothing at the end
+    size = body.dims(padded, 2, 3) if per_block is None else per_block + 1
+    decay = _chunk_decay(body, padded, size, reverse=True)  # [B', H, k+1, k+1]
+    stacked = body.op("Pad", local, body.const([0] * 6 + [1, 0, 0, 0]))
+    stacked = body.transpose(stacked, 0, 2, 1, 3, 4)  # [B', H, k+1, N, P]
+    states = body.op("MatMul", decay, body.reshape(stacked, 0, 0, 0, -1))
     states = body.op("Reshape", states, body.op("Shape", stacked))
-    return body.transpose(states, 0, 2, 1, 3, 4)
+    after = body.slice(states, 2, 1, _OPEN_END)
+    return body.transpose(after, 0, 2, 1, 3, 4)
+
+
+# --- Mamba-1 ------------------------------------------------------------------------------------
+
+
+def _scan(body: _Body, block_len: int) -> ir.Function:
+    """One Scan over the tokens whose state is [B', N, E]; B' is B*n for the reverse form.
+
+    Decays are made inside: an [B', T, N, E] tensor outside costs more than it saves.
+    """
+    name = body.schema.name
+    reverse = name == "SelectiveScanReverse"
+    x = body.float(body.inputs["x"])
+    b, c = (body.float(body.inputs[n]) for n in ("b", "c"))
+    dt, a = body.inputs["dt"], body.inputs["a"]
+    v = body.op("Mul", x, dt)
+    if reverse:
+        v, dt, b, c = (_blocks(body, value, block_len) for value in (v, dt, b, c))
+        shape = body.op("Concat", body.dims(v, 0, 1), body.dims(a, 0, 2), axis=0)
+        state = body.op("Expand", body.const(0.0, np.float32), shape)
+    else:
+        state = body.inputs["state"]
+    # per token: dt [B', 1, E], B [B', N, 1], dt x [B', 1, E], C [B', 1, N]
+    tokens = [body.unsqueeze(dt, 2), body.unsqueeze(b, 3), body.unsqueeze(v, 2)]
+    tokens.append(body.unsqueeze(c, 2))
+    turned = [int(reverse)]
+    final, read = body.ops(
+        "Scan",
+        2,
+        state,
+        *tokens,
+        body=_step(a),
+        num_scan_inputs=len(tokens),
+        scan_input_axes=[1] * len(tokens),
+        scan_output_axes=[1],
+        scan_input_directions=turned * len(tokens),
+        scan_output_directions=turned,
+    )
+    y = body.op("Squeeze", read, body.const([2]))  # [B', T, E]
+    if reverse and block_len:
+        y = body.op("Reshape", y, body.op("Shape", x))
+    y = body.to_io(body.op("Add", y, body.op("Mul", x, body.inputs["d"])))
+    return body.function([y, final] if name == "SelectiveScanCommit" else [y])
+
+
+def _step(a: ir.Value) -> ir.Graph:
+    """One token: h = exp(dt A) h + B (dt x), y = C h; A is the value outside.
+
+    B (dt x) is a product of a column and a row: a MatMul of one term, faster than a broadcast.
+    """
+    step = _Nodes("step_")
+    kind = ir.TensorType(ir.DataType.FLOAT)
+    names = ("before", "dt", "b", "v", "c")
+    inputs = [ir.Value(name=f"step_{name}", type=kind) for name in names]
+    before, dt, b, v, c = inputs
+    decay = step.op("Exp", step.op("Mul", dt, a))
+    after = step.op("Add", step.op("Mul", decay, before), step.op("MatMul", b, v))
+    read = step.op("MatMul", c, after)
+    for value in (after, read):
+        value.type = kind
+    return ir.Graph(inputs, [after, read], nodes=step.nodes, name="step")

@@ -18,7 +18,11 @@ CHUNK = 64
 """Most tokens in one chunk of the scan's matrix form."""
 
 ATTRIBUTES = ("plugin_namespace", "plugin_version", "block_len")
-"""Attributes of every node: where a plugin is looked up, and L in tokens."""
+"""Attributes of every node: where a plugin is looked up, and L in tokens.
+
+``block_len`` 0 says that the whole sequence is one block of any length, which starts from the given
+state, or from zero at its right edge.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +43,7 @@ class OpSchema:
 
 
 _CONV = ("x", "weight", "bias")
-_SSD = ("x", "dt", "a", "b", "c", "d")
+_SCAN = ("x", "dt", "a", "b", "c", "d")
 
 OPS: dict[str, OpSchema] = {
     op.name: op
@@ -49,9 +53,12 @@ OPS: dict[str, OpSchema] = {
             "CausalConvCommit", "conv_commit", (*_CONV, "state", "length"), ("y", "new_state")
         ),
         OpSchema("CausalConvReverse", "conv_reverse", _CONV, ("y",)),
-        OpSchema("SsdBlockDenoise", "ssd_denoise", (*_SSD, "state"), ("y",)),
-        OpSchema("SsdBlockCommit", "ssd_commit", (*_SSD, "state"), ("y", "new_state")),
-        OpSchema("SsdBlockReverse", "ssd_reverse", _SSD, ("y",)),
+        OpSchema("SsdBlockDenoise", "ssd_denoise", (*_SCAN, "state"), ("y",)),
+        OpSchema("SsdBlockCommit", "ssd_commit", (*_SCAN, "state"), ("y", "new_state")),
+        OpSchema("SsdBlockReverse", "ssd_reverse", _SCAN, ("y",)),
+        OpSchema("SelectiveScanDenoise", "scan_denoise", (*_SCAN, "state"), ("y",)),
+        OpSchema("SelectiveScanCommit", "scan_commit", (*_SCAN, "state"), ("y", "new_state")),
+        OpSchema("SelectiveScanReverse", "scan_reverse", _SCAN, ("y",)),
     )
 }
 """Every operator by name. Shapes: :mod:`fixedstate.plugins.reference`."""

@@ -7,6 +7,9 @@ compiled); :data:`TRACED` has the same functions as custom operators with fake k
 Matrix form of the recurrence (Mamba-2, arXiv 2405.21060, section 6): inside a chunk of at most
 64 tokens the decay matrix is made of segment sums, never of differences of prefix sums, so that
 no exponent is ever positive; between chunks one small decay matrix acts on stacked chunk states.
+
+Mamba-1 has a decay per state and channel, for which the matrix form would need [L, L, N, E]: its
+scan goes token by token (arXiv 2312.00752). A block length of 0 makes the whole sequence one block.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ def wide(x: Tensor) -> Tensor:
 
 
 class BlockOps(Protocol):
-    """The six operators; shapes as in :mod:`fixedstate.plugins.reference`."""
+    """The nine operators; shapes as in :mod:`fixedstate.plugins.reference`."""
 
     def conv_denoise(self, x: Tensor, weight: Tensor, bias: Tensor, state: Tensor) -> Tensor:
         """Convolution with SiLU from a window; the window is not moved."""
@@ -81,6 +84,24 @@ class BlockOps(Protocol):
         block_len: int,
     ) -> Tensor:
         """Right-to-left Mamba-2 inside each block, from zero at its right edge."""
+        ...
+
+    def scan_denoise(
+        self, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, state: Tensor
+    ) -> Tensor:
+        """Mamba-1 from a state that is only read."""
+        ...
+
+    def scan_commit(
+        self, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, state: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Mamba-1 over any number of tokens, and the state after them."""
+        ...
+
+    def scan_reverse(
+        self, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, block_len: int
+    ) -> Tensor:
+        """Right-to-left Mamba-1 inside each block, from zero at its right edge."""
         ...
 
 
@@ -156,6 +177,7 @@ def _ssd(
 ) -> tuple[Tensor, Tensor | None]:
     """The matrix form over chunks; float32 inside whatever the io dtype."""
     heads = x.shape[2]
+    block_len = block_len or x.shape[1]
     skip = d if d.ndim == 2 else d[:, None]
     xf, bf, cf = wide(x), wide(b), wide(c)
     v = _chunks(xf * dt[..., None], block_len).transpose(2, 3)  # [B, K, H, c, P]
@@ -218,6 +240,26 @@ def _carry_reverse(local: Tensor, total: Tensor, per_block: int) -> Tensor:
     return states.transpose(2, 3).reshape(rows, count, heads, width, head_dim)
 
 
+def _scan(
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Mamba-1 token by token, decays and inputs of a chunk at once; float32 inside."""
+    xf, bf, cf, h = wide(x), wide(b), wide(c), wide(state)
+    v = dt * xf
+    parts = []
+    for start in range(0, x.shape[1], CHUNK):
+        cut = slice(start, start + CHUNK)
+        decay = torch.exp(dt[:, cut, None] * a).unbind(1)  # each [B, N, E]
+        added = (bf[:, cut, :, None] * v[:, cut, None]).unbind(1)
+        states = []
+        for kept, new in zip(decay, added, strict=True):
+            h = torch.addcmul(new, kept, h)
+            states.append(h)
+        parts.append((cf[:, cut, None] @ torch.stack(states, 1)).squeeze(2))
+    y = torch.cat(parts, 1) + d * xf
+    return y.to(x.dtype), h
+
+
 class PlainOps:
     """The operators as ordinary tensor code: traces, compiles, runs anywhere."""
 
@@ -239,7 +281,7 @@ class PlainOps:
 
     def conv_reverse(self, x: Tensor, weight: Tensor, bias: Tensor, block_len: int) -> Tensor:
         """See :class:`BlockOps`."""
-        blocks = x.reshape(-1, block_len, x.shape[2]).transpose(1, 2)
+        blocks = x.reshape(-1, block_len or x.shape[1], x.shape[2]).transpose(1, 2)
         full = functional.pad(blocks, (0, weight.shape[1] - 1))
         y = functional.conv1d(full, weight.flip(1)[:, None], bias, groups=weight.shape[0])
         return functional.silu(y).transpose(1, 2).reshape(x.shape)
@@ -286,6 +328,27 @@ class PlainOps:
     ) -> Tensor:
         """See :class:`BlockOps`."""
         return _ssd(x, dt, a, b, c, d, None, block_len, reverse=True)[0]
+
+    def scan_denoise(
+        self, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, state: Tensor
+    ) -> Tensor:
+        """See :class:`BlockOps`."""
+        return _scan(x, dt, a, b, c, d, state)[0]
+
+    def scan_commit(
+        self, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, state: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """See :class:`BlockOps`."""
+        return _scan(x, dt, a, b, c, d, state)
+
+    def scan_reverse(
+        self, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, block_len: int
+    ) -> Tensor:
+        """See :class:`BlockOps`."""
+        size = block_len or x.shape[1]
+        xr, dtr, br, cr = (v.reshape(-1, size, v.shape[2]).flip(1) for v in (x, dt, b, c))
+        zero = dt.new_zeros(xr.shape[0], *a.shape)
+        return _scan(xr, dtr, a, br, cr, d, zero)[0].flip(1).reshape(x.shape)
 
 
 PLAIN = PlainOps()
@@ -395,6 +458,45 @@ def _(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, block_l
     return torch.empty_like(x)
 
 
+@torch.library.custom_op("fixedstate::scan_denoise", mutates_args=())
+def _scan_denoise(
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, state: Tensor
+) -> Tensor:
+    return PLAIN.scan_denoise(x, dt, a, b, c, d, state).contiguous()
+
+
+@_scan_denoise.register_fake
+def _(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, state: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("fixedstate::scan_commit", mutates_args=())
+def _scan_commit(
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    y, final = PLAIN.scan_commit(x, dt, a, b, c, d, state)
+    return y.contiguous(), final.contiguous()
+
+
+@_scan_commit.register_fake
+def _(
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(state)
+
+
+@torch.library.custom_op("fixedstate::scan_reverse", mutates_args=())
+def _scan_reverse(
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, block_len: int
+) -> Tensor:
+    return PLAIN.scan_reverse(x, dt, a, b, c, d, block_len).contiguous()
+
+
+@_scan_reverse.register_fake
+def _(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, block_len: int) -> Tensor:
+    return torch.empty_like(x)
+
+
 class TracedOps:
     """The operators as custom ops: each stays one node while a graph is traced."""
 
@@ -404,6 +506,9 @@ class TracedOps:
     ssd_denoise = staticmethod(_ssd_denoise)
     ssd_commit = staticmethod(_ssd_commit)
     ssd_reverse = staticmethod(_ssd_reverse)
+    scan_denoise = staticmethod(_scan_denoise)
+    scan_commit = staticmethod(_scan_commit)
+    scan_reverse = staticmethod(_scan_reverse)
 
 
 TRACED: BlockOps = TracedOps()

@@ -165,13 +165,14 @@ class StateBuffers:
             columns: For each append port, by suffix, (k, kv_heads, nL, head_dim).
             last_logits: (k, V) of each row's last committed token, where the pass gives them.
         """
-        for row in map(int, np.flatnonzero(commit_length)):
+        moved = np.flatnonzero(commit_length).tolist()
+        for row in moved:
             self.begin_block(row)
             if last_logits is not None:
                 self.last_logits[row] = last_logits[row]
         for suffix, new in columns.items():
             target = self._columns[suffix]
-            for row in np.flatnonzero(commit_length):
+            for row in moved:
                 start, count = self.past_length[row], commit_length[row]
                 target[row, :, start : start + count] = new[row, :, :count]
         self._side[:rows] = 1 - self._side[:rows]

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from fixedstate.bundle import Bundle
+from fixedstate.errors import UsageError
 from fixedstate.ports import Array
 from fixedstate.runtime.compare import PortDifference, Tolerance, difference
 from fixedstate.runtime.decoder import open_engine
@@ -146,7 +147,15 @@ def check_bundle(
 
     Returns:
         One result per law that applies, in order.
+
+    Raises:
+        UsageError: for a model of objective ``full``, which has no cache.
     """
+    if bundle.spec.objective == "full":
+        raise UsageError(
+            "this bundle's one graph looks at the whole sequence (objective 'full'): the laws are "
+            "about a cache, and it has none; how far it is from PyTorch stands in its parity.json"
+        )
 
     def candidate(slots: int) -> SessionEngine:
         return open_engine(bundle, threads=1, provider=provider, slots=slots)
@@ -415,7 +424,7 @@ class _Trial:
         for block in range(max(self.block_counts)):
             canvas = self.canvas(_SLOTS, block % length)
             place = f"block {block}"
-            for step in range(2 if self.engine.buffers.state.stepped else 1):
+            for step in range(2 if self.spec.self_conditioning_width else 1):
                 verdict.close(
                     f"{place}, pass {step + 1}" if step else place,
                     {"logits": other.denoise(canvas)},
@@ -445,7 +454,7 @@ class _Trial:
         constant = {port.suffix for port in buffers.state.swapped}
         before = {name: size for name, size in buffers.nbytes.items() if name in constant}
         if not kv:
-            # Nothing in the graphs reads how many tokens are behind: the row may as well be there.
+            # No buffer's size depends on how many tokens are behind: the row may as well be there.
             buffers.past_length[0] = 256 * 1024 // length * length
         for _ in range(2):
             self.engine.commit(self.tokens(1, 1), np.array([length]))

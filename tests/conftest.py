@@ -204,8 +204,8 @@ def checkpoint_path(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str],
         target = root / name
         tensors = random_tensors(MODELS[name], seed=7)
         if name == "F1":  # steps from very small to large
-            for key in [key for key in tensors if key.endswith("dt_bias")]:
-                tensors[key] = torch.tensor([-4.0, 3.0, -1.0, 1.0])
+            for key in [key for key in tensors if key.endswith("dt_proj.bias")]:
+                tensors[key] = torch.tensor([-4.0, 3.0, -1.0, 1.0]).repeat_interleave(8)
         save_checkpoint(target, MODELS[name], tensors)
         return target
 
@@ -226,10 +226,13 @@ def bundle_path(
     root = tmp_path_factory.mktemp("bundles")
 
     @functools.cache
-    def folder(name: str, precision: str = "fp32", single_graph: bool = False) -> Path:
+    def made(name: str, precision: str, single_graph: bool) -> Path:
         source = name if name.startswith("tiny-") else checkpoint_path(name)
         target = root / f"{name}-{precision}{'-single' if single_graph else ''}"
         export_bundle(source, target, precision=precision, single_graph=single_graph)
         return target
+
+    def folder(name: str, precision: str = "fp32", single_graph: bool = False) -> Path:
+        return made(name, precision, single_graph)
 
     return folder

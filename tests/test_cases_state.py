@@ -384,7 +384,7 @@ def test_ST_11_manifest_and_weights_agree(subject, checkpoint_path, name):
         ports = {port.name: port for port in graph.inputs}
         assert (graph.inputs, graph.outputs) == graph_ports(one.spec, one.bundle.state, role)
         for index, layer in enumerate(one.spec.layers):
-            if layer.mixer == "mamba2":
+            if layer.mixer.startswith("mamba"):
                 rows = tensors[f"layers.{index}.mixer.conv1d.weight"].shape[0]
                 assert ports[f"past_conv_state_{index:03d}"].shape == ("B", rows, 3)
 
@@ -392,7 +392,7 @@ def test_ST_11_manifest_and_weights_agree(subject, checkpoint_path, name):
 def test_ST_12_one_formula_for_dt(subject, checkpoint_path):
     """Step biases of -4 and +3: six tokens in one pass and in six, in both graphs."""
     one = subject("F1")
-    biases = load_checkpoint(checkpoint_path("F1")).tensors["layers.0.mixer.dt_bias"]
+    biases = load_checkpoint(checkpoint_path("F1")).tensors["layers.0.mixer.dt_proj.bias"]
     assert {-4.0, 3.0} <= set(biases.tolist())
     row, rest = one.ids(6, seed=8), one.ids(one.length)
     canvas = np.concatenate([row, rest])[: one.length]

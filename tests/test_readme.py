@@ -2,8 +2,9 @@
 
 A line that starts with `$ ` is a command (`> ` continues it); the lines up to the next command
 are its output, standard error included. `...` stands for any text, for a whole run of lines as
-well. The commands of a file run one after the other in one empty folder; each has to exit with
-0. Blocks with another mark (`text`, `python`, none) are not run.
+well. The commands of a file run one after the other in one folder that holds `examples` and
+nothing else; each has to exit with 0. Blocks with another mark (`text`, `python`, none) are not
+run.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ def same(shown: str, got: str) -> bool:
 def test_console_blocks_do_what_they_show(page, tmp_path):
     """A page is wrong as soon as a command in it is."""
     commands = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     env = {**os.environ, "PATH": commands, "HOME": str(tmp_path), "COLUMNS": "100", "NO_COLOR": "1"}
     for step in steps_of(page.read_text()):
         done = subprocess.run(

@@ -127,6 +127,7 @@ class _RotatedHeads:
     head_dim: int
     rotary_dim: int
     rope_theta: float
+    rope_scaling: RopeScaling | None
 
     def _check_heads(self) -> None:
         _positive(self, "heads", "kv_heads", "head_dim")
@@ -139,6 +140,8 @@ class _RotatedHeads:
             )
         if self.rope_theta <= 0:
             raise SpecError(f"rope_theta must be positive; got {self.rope_theta}")
+        if self.rope_scaling and self.rope_scaling.kind == "yarn" and self.rope_theta <= 1:
+            raise SpecError(f"rope scaling 'yarn' needs rope_theta above 1; got {self.rope_theta}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +150,8 @@ class AttentionSizes(_RotatedHeads):
 
     With a window W, a query at position t sees the key at position u < t of an earlier block if
     ``t - u <= W`` or ``u < sinks``; inside its own block the direction decides alone, except that
-    ``forward`` layers see W tokens back there too. Keys kept before rotary embedding beside a
+    causal passes (``forward`` layers, and commits with a causal ``commit_mask``) see W tokens back
+    there too. Keys kept before rotary embedding beside a
     window are rotated at in-cache positions: what lies between sinks and window takes no room, so
     that no position exceeds ``sinks + W + L``.
     """
@@ -184,8 +188,8 @@ class LinearAttentionSizes(_RotatedHeads):
     """Sizes of linear attention with softmax inside the block (the form of ARL2, arXiv 2605.16579).
 
     Inside its block a token attends by softmax; everything before the block it reads from the
-    state S = sum of phi(k) v^T over all committed tokens, by phi(q) S, divided by phi(q) z with
-    z = sum of phi(k) where ``normalised``. The read is multiplied by one trained weight per head,
+    state S = sum of phi(k) v^T over all committed tokens, by phi(q) S, divided by phi(q) z + 1e-6
+    with z = sum of phi(k) where ``normalised``. The read is multiplied by one trained weight per head,
     ``state_gate``, and added.
     """
 
@@ -490,6 +494,11 @@ class ModelSpec:
             raise SpecError(
                 f"mask_id {self.mask_id} is also a stop id {self.stop_ids}: "
                 "mask and end cannot be told apart"
+            )
+        if self.mask_id is not None and self.mask_id == self.bos_id:
+            raise SpecError(
+                f"mask_id {self.mask_id} is also the bos_id: a text that begins with it would "
+                "begin with a hole"
             )
 
     @property

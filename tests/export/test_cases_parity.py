@@ -17,7 +17,8 @@ from fixedstate.bundle import PARITY, WEIGHTS, Bundle
 from fixedstate.errors import ParityError, SpecError
 from fixedstate.export import parity
 from fixedstate.export.checkpoint import load_checkpoint
-from fixedstate.export.denoiser import Denoiser, as_stored
+from fixedstate.export.denoiser import Denoiser
+from fixedstate.export.stored import as_stored
 from fixedstate.ports import Array
 from fixedstate.runtime import Request, Settings, load, ort
 from fixedstate.runtime.compare import Tolerance, compare

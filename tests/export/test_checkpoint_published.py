@@ -18,6 +18,7 @@ from fixedstate.errors import CheckpointError
 from fixedstate.export.checkpoint import Checkpoint, load_checkpoint, random_tensors
 from fixedstate.export.published import pieces_of
 from fixedstate.spec import AttentionSizes, LayerSpec, Mamba1Sizes, ModelSpec
+from fixedstate.state import StateSpec
 
 Tensors = dict[str, torch.Tensor]
 Config = dict[str, Any]
@@ -500,6 +501,63 @@ def test_CF_03_inner_width_comes_from_the_weights(tmp_path: Path, inner: int, lo
     message = failure(tmp_path / "c")
     for words in {88: ("88", "= 80", "= 96"), 80: ("80", "head_dim 32")}.get(inner, ()):
         assert words in message
+
+
+def test_CF_07_a_hybrid_config_without_any_mamba_layer(tmp_path: Path) -> None:
+    """Every layer in attn_layer_idx: attention alone, and no recurrent state."""
+    layer = LayerSpec("attention", AttentionSizes(4, 2, 8, 8), "forward")
+    spec = model(layer, layer, vocab_size=40, mask_id=39, residual_fp32=True, tied_embeddings=True)
+    config = {**SSM, "attn_layer_idx": [0, 1], "attn_cfg": MHA}
+    tensors = write(tmp_path / "c", config, spec)
+    found = load(tmp_path / "c", mask_id=39)
+    assert found.spec == spec
+    assert same(found, tensors)
+    assert {port.kind for port in StateSpec.of(found.spec).ports} == {"key", "value"}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (ssm(layer="Mamba3"), ("'Mamba3'", "Mamba1 or Mamba2")),
+        (ssm(layer="m2"), ("'m2'", "Mamba1 or Mamba2")),
+        ({**SSM, "attn_layer_idx": ["attention"]}, ("['attention']", "layer numbers from 0 to 1")),
+        ({**SSM, "n_layer": 3}, ("n_layer 3", "2 layers")),
+        ({**HF, "num_hidden_layers": 1}, ("num_hidden_layers 1", "2 layers")),
+    ],
+)
+def test_CF_07_unknown_words_and_counts_list_what_is_allowed(
+    tmp_path: Path, change: Config, words: tuple[str, str]
+) -> None:
+    """A layer list that is not understood is never guessed at."""
+    write(tmp_path / "c", change)
+    message = failure(tmp_path / "c")
+    assert all(word in message for word in words)
+
+
+@pytest.mark.parametrize("config", [HF, SSM], ids=["transformers", "mamba_ssm"])
+def test_CF_09_the_published_chunk_size_changes_nothing(tmp_path: Path, config: Config) -> None:
+    """A setting of their kernels: any positive one loads the same model, others are refused."""
+
+    def chunked(size: Any) -> Config:
+        return {**HF, "chunk_size": size} if config is HF else ssm(chunk_size=size)
+
+    tensors = write(tmp_path / "c", config)
+    for size in (1, 4, 7, 16, 31, 256):
+        write(tmp_path / "c", chunked(size))
+        found = load(tmp_path / "c")
+        assert found.spec == EXPECTED
+        assert same(found, tensors)
+    for size in (0, -1, 2.5, "auto"):
+        write(tmp_path / "c", chunked(size))
+        assert f"chunk_size {size!r}, expected a positive int" in failure(tmp_path / "c")
+
+
+def test_TK_01_mask_against_the_special_ids_of_a_published_config(tmp_path: Path) -> None:
+    """Mask as end is refused with both ids; mask as pad is fine, masks come from lengths."""
+    write(tmp_path / "c", {**HF, "pad_token_id": 39, "eos_token_id": 2})
+    assert load(tmp_path / "c", mask_id=39).spec.mask_id == 39
+    assert "mask_id 2 is also a stop id (2,)" in failure(tmp_path / "c", mask_id=2)
+    assert "objective 'block' needs a mask id" in failure(tmp_path / "c", objective="block")
 
 
 # --- tensors -------------------------------------------------------------------------------------

@@ -2,53 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
-import onnx_ir as ir
-import onnxruntime
 import pytest
-from scan_inputs import scan_inputs
+from one_op import run_op, single
+from scan_inputs import scan_inputs, selective_inputs, without_state
 
 from fixedstate.plugins import reference
 from fixedstate.plugins.bodies import function_body
-from fixedstate.plugins.schema import DOMAIN, OPS
-from fixedstate.ports import Array
 
 TOLERANCE = 1e-4
-
-
-def run_op(
-    name: str, inputs: Mapping[str, Array], block_len: int, io: str = "float32", **model: object
-) -> list[Array]:
-    """One operator as a graph of one node, in ONNX Runtime; every dimension is dynamic."""
-    schema = OPS[name]
-    body = function_body(name, block_len, io, **model)  # type: ignore[arg-type]
-    values = []
-    for key in schema.inputs:
-        array = inputs[key]
-        kind = ir.DataType.from_numpy(array.dtype)
-        shape = ir.Shape([f"{key}{axis}" for axis in range(array.ndim)])
-        values.append(ir.Value(name=key, type=ir.TensorType(kind), shape=shape))
-    attributes = {"block_len": block_len, "plugin_namespace": DOMAIN, "plugin_version": "1"}
-    node = ir.node(
-        name, values, attributes=attributes, domain=DOMAIN, num_outputs=len(schema.outputs)
-    )
-    for value, key in zip(node.outputs, schema.outputs, strict=True):
-        value.name = key
-        float_state = key == "new_state" and name.startswith("Ssd")
-        kind = ir.DataType.FLOAT if float_state or io == "float32" else ir.DataType.FLOAT16
-        value.type = ir.TensorType(kind)
-    imports = {"": 21, DOMAIN: 1}
-    graph = ir.Graph(values, node.outputs, nodes=[node], opset_imports=imports, name="one")
-    model_ = ir.Model(graph, ir_version=10, functions=[body])
-    session = onnxruntime.InferenceSession(ir.to_proto(model_).SerializeToString())
-    return session.run(list(schema.outputs), {key: inputs[key] for key in schema.inputs})
-
-
-def single(inputs: Mapping[str, Array]) -> dict[str, Array]:
-    """float32 copies."""
-    return {key: value.astype(np.float32) for key, value in inputs.items()}
 
 
 @pytest.mark.parametrize("block_len", [4, 16, 33, 64, 65, 80, 128, 256])
@@ -154,3 +116,144 @@ def test_one_body_serves_layers_of_two_sizes() -> None:
         inputs = single(scan_inputs(np.random.default_rng(heads), 1, 16, heads, groups))
         (y,) = run_op("SsdBlockDenoise", inputs, 16)
         np.testing.assert_allclose(y, reference.ssd(**inputs)[0], atol=TOLERANCE)
+
+
+SCAN_OPS = ("SelectiveScanDenoise", "SelectiveScanCommit", "SelectiveScanReverse")
+
+
+@pytest.mark.parametrize("block_len", [4, 32, 65])
+@pytest.mark.parametrize(("width", "inner"), [(1, 7), (4, 32), (16, 33), (128, 5)])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_selective_scan_bodies_equal_the_loop(
+    block_len: int, width: int, inner: int, rows: int
+) -> None:
+    """Denoise, commit over lengths around each count of blocks, and reverse."""
+    rng = np.random.default_rng(block_len + width)
+    for tokens in (1, block_len - 1, block_len, 2 * block_len, 3 * block_len):
+        inputs = single(selective_inputs(rng, rows, tokens, inner, width))
+        expected, final = reference.selective_scan(**inputs)
+        y, state = run_op("SelectiveScanCommit", inputs, block_len)
+        np.testing.assert_allclose(y, expected, atol=TOLERANCE)
+        np.testing.assert_allclose(state, final, atol=TOLERANCE)
+        (again,) = run_op("SelectiveScanDenoise", inputs, block_len)
+        np.testing.assert_array_equal(again, y)
+        if tokens % block_len == 0:
+            (y,) = run_op("SelectiveScanReverse", inputs, block_len)
+            free = without_state(inputs)
+            expected = reference.selective_scan_reverse(**free, block_len=block_len)
+            np.testing.assert_allclose(y, expected, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e2, 1e4, 1e6])
+def test_selective_scan_with_any_decay_is_finite_and_right(scale: float) -> None:
+    """Nothing is divided by a decay product, and no exponent is positive."""
+    inputs = single(selective_inputs(np.random.default_rng(5), 1, 96, 8, 4, scale))
+    y, state = run_op("SelectiveScanCommit", inputs, 32)
+    expected, final = reference.selective_scan(**inputs)
+    np.testing.assert_allclose(y, expected, atol=TOLERANCE)
+    np.testing.assert_allclose(state, final, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", SCAN_OPS)
+def test_selective_scan_in_half_precision_computes_in_float32_inside(name: str) -> None:
+    """fp16 io: only what enters and leaves is rounded."""
+    inputs = single(selective_inputs(np.random.default_rng(8), 2, 16, 9, 4))
+    for key in ("x", "b", "c"):
+        inputs[key] = inputs[key].astype(np.float16)
+    found = run_op(name, inputs, 8, io="float16")
+    if name == "SelectiveScanReverse":
+        expected = [reference.selective_scan_reverse(**without_state(inputs), block_len=8)]
+    else:
+        expected = list(reference.selective_scan(**inputs))
+    assert found[0].dtype == np.float16
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-3, atol=1e-3)
+    if name == "SelectiveScanCommit":
+        assert found[1].dtype == np.float32
+        np.testing.assert_allclose(found[1], expected[1], atol=TOLERANCE)
+
+
+def test_selective_scan_step_of_zero_leaves_the_state_alone() -> None:
+    """dt 0 behind a row's own length: the state is the one after its last real token."""
+    inputs = single(selective_inputs(np.random.default_rng(3), 3, 24, 9, 4))
+    lengths = (0, 7, 24)
+    for row, length in enumerate(lengths):
+        inputs["dt"][row, length:] = 0
+    _, state = run_op("SelectiveScanCommit", inputs, 8)
+    for row, length in enumerate(lengths):
+        cut = {key: inputs[key][row : row + 1, :length] for key in ("x", "dt", "b", "c")}
+        alone = {**inputs, **cut, "state": inputs["state"][row : row + 1]}
+        _, expected = reference.selective_scan(**alone)
+        np.testing.assert_allclose(state[row], expected[0], atol=TOLERANCE)
+
+
+def test_selective_scan_reverse_sees_nothing_of_later_blocks() -> None:
+    """The bytes of a block do not depend on what stands in another."""
+    inputs = single(selective_inputs(np.random.default_rng(4), 2, 24, 9, 4))
+    (before,) = run_op("SelectiveScanReverse", inputs, 8)
+    for key in ("x", "dt", "b", "c"):
+        inputs[key][:, 16:] += 1
+    (after,) = run_op("SelectiveScanReverse", inputs, 8)
+    np.testing.assert_array_equal(after[:, :16], before[:, :16])
+    assert (after[:, 16:] != before[:, 16:]).all()
+
+
+@pytest.mark.parametrize("name", SCAN_OPS)
+@pytest.mark.parametrize("inner", [32, 33])
+def test_selective_scan_rows_have_the_same_bytes_alone(name: str, inner: int) -> None:
+    """Law 4: a row alone and in a batch, byte for byte."""
+    inputs = single(selective_inputs(np.random.default_rng(6), 3, 16, inner, 5))
+    together = run_op(name, inputs, 8)
+    for row in range(3):
+        alone = {k: v if k in ("a", "d") else v[row : row + 1] for k, v in inputs.items()}
+        for one, all_ in zip(run_op(name, alone, 8), together, strict=True):
+            np.testing.assert_array_equal(one[0], all_[row])
+
+
+@pytest.mark.parametrize("name", SCAN_OPS)
+def test_selective_scan_is_one_scan_whatever_the_block_length(name: str) -> None:
+    """No node per token or per block."""
+    shapes = []
+    for block_len in (4, 64, 256):
+        body = function_body(name, block_len, "float32")
+        shapes.append([node.op_type for node in body.all_nodes()])
+        assert shapes[-1].count("Scan") == 1
+    assert shapes[0] == shapes[1] == shapes[2]
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 63, 64, 65, 200])
+def test_block_length_0_is_the_whole_sequence(tokens: int) -> None:
+    """Every operator takes 0 for one block of any length, known at run time."""
+    rng = np.random.default_rng(tokens)
+    for groups in (1, 2):
+        model = {"one_group": groups == 1}
+        inputs = single(scan_inputs(rng, 2, tokens, 4, groups))
+        expected, final = reference.ssd(**inputs)
+        y, state = run_op("SsdBlockCommit", inputs, 0, **model)
+        np.testing.assert_allclose(y, expected, atol=TOLERANCE)
+        np.testing.assert_allclose(state, final, atol=TOLERANCE)
+        (y,) = run_op("SsdBlockDenoise", inputs, 0, **model)
+        np.testing.assert_allclose(y, expected, atol=TOLERANCE)
+        (y,) = run_op("SsdBlockReverse", inputs, 0, **model)
+        expected = reference.ssd_reverse(**without_state(inputs), block_len=tokens)
+        np.testing.assert_allclose(y, expected, atol=TOLERANCE)
+    inputs = single(selective_inputs(rng, 2, tokens, 9, 4))
+    (y,) = run_op("SelectiveScanDenoise", inputs, 0)
+    np.testing.assert_allclose(y, reference.selective_scan(**inputs)[0], atol=TOLERANCE)
+    (y,) = run_op("SelectiveScanReverse", inputs, 0)
+    expected = reference.selective_scan_reverse(**without_state(inputs), block_len=tokens)
+    np.testing.assert_allclose(y, expected, atol=TOLERANCE)
+    conv = single(
+        {
+            "x": rng.standard_normal((2, tokens, 6)),
+            "weight": rng.standard_normal((6, 4)),
+            "bias": rng.standard_normal(6),
+            "state": np.zeros((2, 6, 3)),
+        }
+    )
+    forward = reference.causal_conv(*conv.values())[0]
+    reverse = reference.causal_conv_reverse(*list(conv.values())[:3], block_len=tokens)
+    for taps, channels in (([4], 6), ([4], None), ([2, 4], None)):
+        (y,) = run_op("CausalConvDenoise", conv, 0, taps=taps, channels=channels)
+        np.testing.assert_allclose(y, forward, atol=TOLERANCE)
+        (y,) = run_op("CausalConvReverse", conv, 0, taps=taps, channels=channels)
+        np.testing.assert_allclose(y, reverse, atol=TOLERANCE)

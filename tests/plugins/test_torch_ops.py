@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from scan_inputs import scan_inputs
+from scan_inputs import scan_inputs, selective_inputs, without_state
 
 from fixedstate.plugins import reference
-from fixedstate.plugins.torch_ops import PLAIN
+from fixedstate.plugins.torch_ops import PLAIN, TRACED
 
 TOLERANCE = 2e-5  # float32 sums of up to 256 terms of size 1
 
@@ -72,3 +72,75 @@ def test_conv_equals_the_loop(taps: int, block_len: int) -> None:
         reference.causal_conv_reverse(x, weight, bias, block_len),
         atol=TOLERANCE,
     )
+
+
+@pytest.mark.parametrize("tokens", [1, 31, 32, 33, 64, 65, 130])
+@pytest.mark.parametrize(("width", "inner"), [(1, 7), (4, 32), (16, 33), (128, 5)])
+def test_selective_scan_equals_the_loop(tokens: int, width: int, inner: int) -> None:
+    """Token by token over any length gives the recurrence's outputs and state."""
+    inputs = selective_inputs(np.random.default_rng(tokens), 2, tokens, inner, width)
+    tensors = as_torch(inputs)
+    expected, final = reference.selective_scan(**inputs)
+    y, state = PLAIN.scan_commit(**tensors)
+    np.testing.assert_allclose(y.numpy(), expected, atol=TOLERANCE * 5)
+    np.testing.assert_allclose(state.numpy(), final, atol=TOLERANCE * 5)
+    assert torch.equal(PLAIN.scan_denoise(**tensors), y)
+
+
+@pytest.mark.parametrize(("blocks", "block_len"), [(1, 32), (3, 32), (2, 65), (5, 4)])
+def test_selective_scan_reverse_equals_the_loop(blocks: int, block_len: int) -> None:
+    """Right to left inside each block, from zero at its right edge."""
+    rng = np.random.default_rng(blocks)
+    free = without_state(selective_inputs(rng, 2, blocks * block_len, 9, 4))
+    expected = reference.selective_scan_reverse(**free, block_len=block_len)
+    found = PLAIN.scan_reverse(**as_torch(free), block_len=block_len)
+    np.testing.assert_allclose(found.numpy(), expected, atol=TOLERANCE * 5)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e2, 1e4, 1e6])
+def test_selective_scan_with_any_decay_is_finite_and_right(scale: float) -> None:
+    """Nothing is divided by a decay product."""
+    inputs = selective_inputs(np.random.default_rng(5), 1, 100, 8, 4, scale)
+    y, state = PLAIN.scan_commit(**as_torch(inputs))
+    expected, final = reference.selective_scan(**inputs)
+    np.testing.assert_allclose(y.numpy(), expected, atol=1e-4)
+    np.testing.assert_allclose(state.numpy(), final, atol=1e-4)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 63, 64, 65, 200])
+def test_block_length_0_is_the_whole_sequence(tokens: int) -> None:
+    """Every operator with a block length takes 0 for one block of any length."""
+    rng = np.random.default_rng(tokens)
+    inputs = scan_inputs(rng, 2, tokens, 4, 2)
+    expected, final = reference.ssd(**inputs)
+    y, state = PLAIN.ssd_commit(**as_torch(inputs), block_len=0)
+    np.testing.assert_allclose(y.numpy(), expected, atol=TOLERANCE * 5)
+    np.testing.assert_allclose(state.numpy(), final, atol=TOLERANCE * 5)
+    y = PLAIN.ssd_denoise(**as_torch(inputs), block_len=0)
+    np.testing.assert_allclose(y.numpy(), expected, atol=TOLERANCE * 5)
+    free = without_state(inputs)
+    y = PLAIN.ssd_reverse(**as_torch(free), block_len=0)
+    expected = reference.ssd_reverse(**free, block_len=tokens)
+    np.testing.assert_allclose(y.numpy(), expected, atol=TOLERANCE * 5)
+    free = without_state(selective_inputs(rng, 2, tokens, 8, 4))
+    y = PLAIN.scan_reverse(**as_torch(free), block_len=0)
+    expected = reference.selective_scan_reverse(**free, block_len=tokens)
+    np.testing.assert_allclose(y.numpy(), expected, atol=TOLERANCE * 5)
+    x, weight, bias = (rng.standard_normal(shape) for shape in ((2, tokens, 6), (6, 4), 6))
+    conv = as_torch({"x": x, "weight": weight, "bias": bias})
+    y = PLAIN.conv_reverse(**conv, block_len=0)
+    expected = reference.causal_conv_reverse(x, weight, bias, block_len=tokens)
+    np.testing.assert_allclose(y.numpy(), expected, atol=TOLERANCE)
+
+
+def test_traced_operators_have_the_shapes_of_plain_ones() -> None:
+    """What a graph is traced with says the right shapes and dtypes before it computes."""
+    tensors = as_torch(selective_inputs(np.random.default_rng(0), 2, 12, 6, 4))
+    free = {name: value for name, value in tensors.items() if name != "state"}
+    checks = (
+        (TRACED.scan_denoise, tuple(tensors.values())),
+        (TRACED.scan_commit, tuple(tensors.values())),
+        (TRACED.scan_reverse, (*free.values(), 6)),
+    )
+    for operator, arguments in checks:
+        torch.library.opcheck(operator, arguments)

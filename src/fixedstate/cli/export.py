@@ -1,4 +1,4 @@
-"""``fixedstate export``: a checkpoint becomes a bundle, compared with PyTorch before it appears."""
+"""``fixedstate export``: a model becomes a bundle, compared with PyTorch before it appears."""
 
 from __future__ import annotations
 
@@ -62,6 +62,9 @@ def command(
 
     Shipped models: tiny-attention, tiny-mamba, tiny-hybrid. Every graph is compared with PyTorch
     before the bundle appears; a mismatch leaves none and exits with 1.
+
+    CHECKPOINT may also be pkg.module:build or path/to/file.py:build, a callable that gives a torch
+    module of your own (docs/custom.md): this runs the code in it, and says so.
     """
     from fixedstate.bundle import check_target
 

@@ -189,8 +189,8 @@ class LinearAttentionSizes(_RotatedHeads):
 
     Inside its block a token attends by softmax; everything before the block it reads from the
     state S = sum of phi(k) v^T over all committed tokens, by phi(q) S, divided by phi(q) z + 1e-6
-    with z = sum of phi(k) where ``normalised``. The read is multiplied by one trained weight per head,
-    ``state_gate``, and added.
+    with z = sum of phi(k) where ``normalised``. The read is multiplied by one trained weight per
+    head, ``state_gate``, and added.
     """
 
     heads: int

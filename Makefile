@@ -8,6 +8,7 @@ PYTHON ?=
 # An index with torch's CPU build, where the default index has only the CUDA one.
 TORCH_INDEX_URL ?=
 PYTEST_ARGS ?=
+FUZZ_ARGS ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -46,6 +47,9 @@ bench: setup ## the measurements behind the numbers in README.md and docs/
 	@shopt -s nullglob; for script in benchmarks/bench_*.py; do \
 	    echo "== $$script"; PYTHONPATH=benchmarks $(BIN)/python "$$script" || exit 1; done
 
+fuzz: setup ## laws 1 to 5 on 250 drawn models, 40 draws each; goes on where it was stopped
+	@PYTHONPATH=tests $(BIN)/python tests/fuzz.py $(FUZZ_ARGS)
+
 nightly: setup ## the tests that take minutes
 	@$(BIN)/pytest -m slow $(PYTEST_ARGS) || { code=$$?; [ $$code -eq 5 ] && echo "no slow tests" || exit $$code; }
 
@@ -70,4 +74,4 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 	@$(PIP) install -qq --constraint constraints.txt --no-build-isolation --editable '.[export,dev]'
 	@touch $@
 
-.PHONY: help setup demo test lint types imports format check bench nightly clean
+.PHONY: help setup demo test lint types imports format check bench fuzz nightly clean

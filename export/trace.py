@@ -354,11 +354,11 @@ def _quiet() -> Iterator[io.StringIO]:
     """Keep the exporter's chatter off the terminal; what it logged is given back."""
     said = io.StringIO()
     handler = logging.StreamHandler(said)
-    named = ["torch", "onnxscript", *logging.root.manager.loggerDict]
+    named = ["torch", "onnxscript", "onnx_ir", *logging.root.manager.loggerDict]
     loggers = [
         logging.getLogger(name)
         for name in dict.fromkeys(named)
-        if name.partition(".")[0] in ("torch", "onnxscript")
+        if name.partition(".")[0] in ("torch", "onnxscript", "onnx_ir")
     ]
     kept = [(logger, logger.handlers, logger.propagate) for logger in loggers]
     try:

@@ -6,6 +6,7 @@ import ctypes
 import fcntl
 import functools
 import hashlib
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -96,6 +97,18 @@ def no_second_copy():
         and (package / name).resolve() in Path(file).resolve().parents
     ]
     assert not doubles, f"imported beside fixedstate: {doubles}: import fixedstate.NAME instead"
+
+
+# --- one thread ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_torch_thread():
+    """Tiny models: more threads wait for one another longer than they compute."""
+    if importlib.util.find_spec("torch"):
+        import torch
+
+        torch.set_num_threads(1)
 
 
 # --- the old runtime environment -----------------------------------------------------------------

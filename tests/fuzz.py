@@ -18,7 +18,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
 from pathlib import Path
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
@@ -72,14 +72,21 @@ def _batch(theme: str, number: int) -> list[ModelSpec]:
     return out[_PLAIN:]
 
 
-def fuzz_one(spec: ModelSpec, draws: int, folder: Path, precision: str = "fp32") -> int:
+def fuzz_one(index: int, spec: ModelSpec, draws: int, folder: Path) -> int:
     """Export a model once and try that many draws on it; returns how many were tried.
+
+    Its number decides the precision, and whether the fused graph is made and compared too.
 
     Raises:
         Exception: of the export, or the AssertionError of the smallest failing draw.
     """
     save_checkpoint(folder / "checkpoint", spec, random_tensors(spec, seed=0))
-    export_bundle(folder / "checkpoint", folder / "bundle", precision=precision)
+    export_bundle(
+        folder / "checkpoint",
+        folder / "bundle",
+        precision=precision_of(index),
+        single_graph=index % 7 == 3 and spec.objective != "full",
+    )
     tried = 0
 
     @seed(0)
@@ -105,14 +112,16 @@ def precision_of(index: int) -> str:
     return "fp16" if index % 8 == 5 else "fp32"
 
 
-def _job(index: int, spec: ModelSpec, draws: int) -> dict[str, object]:
+def _job(task: tuple[int, ModelSpec, int]) -> dict[str, object]:
     import torch
+
+    index, spec, draws = task
 
     torch.set_num_threads(1)
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as scratch:
         try:
-            tried, problem = fuzz_one(spec, draws, Path(scratch), precision_of(index)), ""
+            tried, problem = fuzz_one(index, spec, draws, Path(scratch)), ""
         except Exception as err:
             tried, problem = 0, "".join(traceback.format_exception(err))[-4000:]
     return {
@@ -154,10 +163,10 @@ def main() -> int:
     todo = given_.spec or [n for n in range(given_.specs) if n not in done]
     print(f"{len(specs)} models, {len(done)} done before, {len(todo)} to do", flush=True)
     start, entries = time.perf_counter(), list(done.values())
-    with ProcessPoolExecutor(given_.jobs, max_tasks_per_child=25) as pool:
-        jobs = [pool.submit(_job, index, specs[index], given_.draws) for index in todo]
-        for job in as_completed(jobs):
-            entry = job.result()
+    tasks = [(index, specs[index], given_.draws) for index in todo]
+    # a worker's memory grows with every export: it is replaced after some
+    with get_context("spawn").Pool(given_.jobs, maxtasksperchild=25) as pool:
+        for entry in pool.imap_unordered(_job, tasks):
             entries.append(entry)
             with given_.file.open("a", encoding="utf-8") as stream:
                 stream.write(json.dumps(entry) + "\n")

@@ -7,9 +7,10 @@ float64; what float32 itself cannot hold is judged by PyTorch at the bundle's ow
 
 from __future__ import annotations
 
+import functools
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +31,8 @@ STATELESS = 1e-8  # float64 against float64
 
 Steps = dict[str, np.ndarray]
 """Arrays by place and port: ``row 1 block 2 logits``."""
+
+Peers = Callable[[], Iterator[Denoiser]]
 
 
 def swap_weights(bundle: Bundle, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -78,9 +81,9 @@ def check_trial(folder: Path, tensors: Mapping[str, torch.Tensor], trial: Trial)
     swap_weights(bundle, tensors)
     stored = as_stored(tensors, bundle.precision)
     exact = Denoiser(bundle.spec, stored).double()
-    peer = Denoiser(bundle.spec, tensors, bundle.precision)
+    peers = functools.partial(_peers, bundle, tensors, stored)
     if bundle.spec.objective == "full":
-        _check_full(bundle, exact, peer, trial)
+        _check_full(bundle, exact, peers, trial)
         return
     ids, slots = trial.ids(bundle.spec), len(trial.blocks)
     right = TorchEngine(exact, slots)
@@ -96,9 +99,11 @@ def check_trial(folder: Path, tensors: Mapping[str, torch.Tensor], trial: Trial)
         bundle,
         truth,
         found,
-        lambda: dict(_walk(TorchEngine(peer, slots), bundle.spec, trial, ids)),
+        lambda: (
+            dict(_walk(TorchEngine(peer, slots), bundle.spec, trial, ids)) for peer in peers()
+        ),
     )
-    _check_at_once(bundle, engine, trial, ids, truth, peer)
+    _check_at_once(bundle, engine, trial, ids, truth, peers)
     _check_alone(bundle, engine, trial, ids, found)
 
 
@@ -151,10 +156,20 @@ def _states(engine, row: int, place: str):
         yield f"{place} last_logits", np.array(engine.last_logits[row])
 
 
-def _judge(law: str, bundle: Bundle, truth: Steps, found: Steps, peer) -> None:
-    """Every array is close to the truth, or no further from it than PyTorch, times a factor."""
+def _judge(
+    law: str,
+    bundle: Bundle,
+    truth: Steps,
+    found: Steps,
+    peers: Callable[[], Iterator[Steps]],
+) -> None:
+    """Every array is close to the truth, or no further from it than its peers, times a factor.
+
+    Peers are PyTorch at the bundle's precision, and PyTorch in float64 with weights moved by half
+    a unit of their last place: what either changes, that precision cannot hold.
+    """
     absolute = ABSOLUTE[bundle.precision.name]
-    theirs: Steps | None = None
+    theirs: list[Steps] = []
     for place, right in truth.items():
         mine = found[place].astype(np.float64)
         assert mine.shape == right.shape, f"{law}: {place} {mine.shape} for {right.shape}"
@@ -162,9 +177,27 @@ def _judge(law: str, bundle: Bundle, truth: Steps, found: Steps, peer) -> None:
         gap = float(np.abs(mine - right).max(initial=0.0))
         if gap <= absolute * max(1.0, float(right.std()) if right.size else 0.0):
             continue
-        theirs = theirs if theirs is not None else peer()
-        own = float(np.abs(theirs[place].astype(np.float64) - right).max(initial=0.0))
-        assert gap <= JUDGE_FACTOR * own, f"{law}: {place} by {gap:.2e}, PyTorch itself {own:.2e}"
+        theirs = theirs or list(peers())
+        own = max(float(np.abs(one[place].astype(np.float64) - right).max()) for one in theirs)
+        assert gap <= JUDGE_FACTOR * own, f"{law}: {place} by {gap:.2e}, its peers {own:.2e}"
+
+
+_LAST_PLACE = {"fp32": 2.0**-24, "fp16": 2.0**-11}
+
+
+def _peers(
+    bundle: Bundle, tensors: Mapping[str, torch.Tensor], stored: Mapping[str, torch.Tensor]
+) -> Iterator[Denoiser]:
+    """PyTorch at the bundle's precision, then three copies in float64 with weights moved."""
+    yield Denoiser(bundle.spec, tensors, bundle.precision)
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        moved = Denoiser(bundle.spec, stored).double()
+        with torch.no_grad():
+            for buffer in moved.buffers():
+                noise = torch.randn(buffer.shape, generator=generator, dtype=torch.float64)
+                buffer.mul_(1 + _LAST_PLACE[bundle.precision.name] * noise)
+        yield moved
 
 
 def _check_at_once(
@@ -173,7 +206,7 @@ def _check_at_once(
     trial: Trial,
     ids: np.ndarray,
     truth: Steps,
-    peer: Denoiser,
+    peers: Peers,
 ) -> None:
     """Law 3: one commit of all blocks gives the state of as many commits of one."""
     spec, rows, most = bundle.spec, len(trial.blocks), max(trial.blocks)
@@ -192,7 +225,13 @@ def _check_at_once(
 
     wanted = {place: truth[place] for place in _at_once_places(truth, trial)}
     found = {place: array for place, array in at_once(engine).items() if place in wanted}
-    _judge("law 3", bundle, wanted, found, lambda: at_once(TorchEngine(peer, rows)))
+    _judge(
+        "law 3",
+        bundle,
+        wanted,
+        found,
+        lambda: (at_once(TorchEngine(peer, rows)) for peer in peers()),
+    )
 
 
 def _at_once_places(truth: Steps, trial: Trial) -> list[str]:
@@ -225,7 +264,7 @@ def _check_alone(
                 assert same, f"law 4: {name} differs alone by {gap:.1e}"
 
 
-def _check_full(bundle: Bundle, exact: Denoiser, peer: Denoiser, trial: Trial) -> None:
+def _check_full(bundle: Bundle, exact: Denoiser, peers: Peers, trial: Trial) -> None:
     """The whole-sequence graph at several lengths, in PyTorch and in ONNX Runtime."""
     session = open_sessions(bundle, ("full",), threads=1)["full"]
     ids = trial.ids(bundle.spec)
@@ -240,7 +279,7 @@ def _check_full(bundle: Bundle, exact: Denoiser, peer: Denoiser, trial: Trial) -
             return {f"{tokens} tokens": made.numpy()}  # noqa: B023
 
         found = {f"{tokens} tokens": session.run({"input_ids": cut})["logits"]}
-        _judge("law 5", bundle, logits(exact), found, lambda: logits(peer))
+        _judge("law 5", bundle, logits(exact), found, lambda: map(logits, peers()))
         for row in range(len(ids)):
             alone = session.run({"input_ids": cut[row : row + 1]})["logits"][0]
             assert (

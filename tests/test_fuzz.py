@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from fuzz import drawn_specs, fuzz_one, precision_of
+from fuzz import drawn_specs, fuzz_one
 from strategies import THEMES
 
 DRAWS = 6
@@ -25,4 +25,4 @@ def test_every_theme_is_drawn():
 @pytest.mark.parametrize("index", range(len(SPECS)), ids=THEMES)
 def test_laws_hold_under_fuzz(index, tmp_path):
     """Cached == recomputed, denoise writes nothing, k commits == one, alone == in a batch."""
-    assert fuzz_one(SPECS[index], DRAWS, tmp_path, precision_of(index)) >= DRAWS
+    assert fuzz_one(index, SPECS[index], DRAWS, tmp_path) >= DRAWS

@@ -52,7 +52,7 @@ def test_json_memory_plan(run, bundle):
         "kv_1024_tokens": 1024 * 128,
         "kv_8192_tokens": 8192 * 128,
     }
-    assert data["schema"] == 1
+    assert data["schema"] == 2
     assert data["digest"] == Bundle.open(bundle).digest
     assert data["model"]["mixers"] == ["mamba2", "attention", "mamba2"]
 

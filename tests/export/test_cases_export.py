@@ -218,14 +218,14 @@ OPAQUE = {
 def test_EX_02_an_opaque_operator_is_named(tmp_path, monkeypatch, words, function, place):
     """Layer, operator and remedy in one line; nothing is written."""
     spec = MODELS["F3"]
-    real = getattr(denoiser_module, function)
+    real = denoiser_module._MIXERS[function]
 
     def wrapped(layer, weights, x, *rest):
         if layer.mixer == "attention" or layer.tied == "projections":
             x = OPAQUE[words](x)
         return real(layer, weights, x, *rest)
 
-    monkeypatch.setattr(denoiser_module, function, wrapped)
+    monkeypatch.setitem(denoiser_module._MIXERS, function, wrapped)
     checkpoint = random_checkpoint(tmp_path / "checkpoint", spec)
     with pytest.raises(ExportError) as caught:
         export_bundle(checkpoint, tmp_path / "out")

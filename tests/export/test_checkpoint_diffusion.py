@@ -19,11 +19,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import gelu, layer_norm, silu, softplus
 
-from fixedstate.errors import CheckpointError
+from fixedstate.errors import CheckpointError, UsageError
 from fixedstate.export.checkpoint import Checkpoint, load_checkpoint
 from fixedstate.export.denoiser import Denoiser
 from fixedstate.export.pipeline import export_bundle
+from fixedstate.runtime import Request, load
 from fixedstate.runtime.decoder import open_engine
+from fixedstate.runtime.laws import check_bundle
+from fixedstate.runtime.ort import open_sessions
 from fixedstate.spec import AttentionSizes, Mamba1Sizes
 
 Tensors = dict[str, Tensor]
@@ -456,6 +459,22 @@ def test_dimamba_equals_the_network_with_nothing_folded(
         expected = dimamba_logits(tensors, tokens)
         assert float(expected.std()) > 0.3
         assert float((full_logits(found, tokens) - expected).abs().max()) < TOLERANCE
+
+
+def test_dimamba_as_a_bundle(tmp_path: Path) -> None:
+    """One graph over whole texts of any length on ONNX Runtime; nothing decodes from it."""
+    tensors = dimamba_tensors(HUB)
+    bundle = export_bundle(write(tmp_path / "c", HUB, tensors), tmp_path / "b", **OPTIONS).bundle
+    assert list(bundle.graphs) == ["full"]
+    session = open_sessions(bundle, ("full",), threads=1)["full"]
+    for count in (1, 5, 17):
+        tokens = ids(count)
+        found = session.run({"input_ids": tokens.numpy()})["logits"]
+        np.testing.assert_allclose(found, dimamba_logits(tensors, tokens), atol=1e-4)
+    with pytest.raises(UsageError, match="looks at the whole sequence"):
+        check_bundle(bundle)
+    with load(bundle.path) as decoder, pytest.raises(UsageError, match="whole sequence"):
+        decoder.generate([Request([1, 2])])
 
 
 def test_dimamba_as_a_spec(tmp_path: Path) -> None:

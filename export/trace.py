@@ -298,7 +298,7 @@ def _reason(err: BaseException, graph: RoleGraph, inputs: list[torch.Tensor]) ->
             "torch.export can follow, or declare it in fixedstate.plugins with a function body"
         )
     except Exception as found:
-        err = found
+        err = err if held else found  # without values a run may fail for the want of them
     cause = _causes(err)[-1]
     text = " ".join(str(cause).split())
     return (

@@ -214,7 +214,7 @@ REFUSED: dict[str, Callable[[], object]] = {
         "dynamic", 2.0, 64
     ),
     "no layer that carries state": _supported(mamba_layer("reverse")),
-    "attention of direction reverse": _supported(attention_layer("reverse")),
+    "attention of direction reverse": _supported(mamba_layer(), attention_layer("reverse")),
     "linear attention, identity, normalised": lambda: replace(LINEAR, feature_map="identity"),
     "block length below 4": lambda: model(mamba_layer("forward"), block_len=3),
     "block length above 256": lambda: model(mamba_layer("forward"), block_len=257),

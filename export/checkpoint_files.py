@@ -275,8 +275,8 @@ def read_tensor(name: str, entry: Entry, start: int = 0, stop: int | None = None
         stop: Behind the last row; None for all.
 
     Raises:
-        CheckpointError: for a dtype that float32 cannot hold exactly, a value that is not finite,
-            or a file that changed since its header was read.
+        CheckpointError: for a dtype that float32 cannot hold exactly, or a file that changed since
+            its header was read.
     """
     check_dtype(name, entry)
     shape = entry.shape
@@ -293,14 +293,22 @@ def read_tensor(name: str, entry: Entry, start: int = 0, stop: int | None = None
             _fill(stream, raw.numpy().data)
     except OSError as err:
         raise CheckpointError(f"{entry.file} changed while it was read: {_AGAIN}") from err
-    tensor = raw.view(dtype).reshape(shape)
+    return raw.view(dtype).reshape(shape)
+
+
+def check_finite(name: str, entry: Entry) -> None:
+    """Read a tensor and refuse it where a value is not finite.
+
+    Raises:
+        CheckpointError: naming tensor and count, or as :func:`read_tensor`.
+    """
+    tensor = read_tensor(name, entry)
     bad = nonfinite(tensor)
     if bad:
         raise CheckpointError(
             f"tensor {name} of {entry.file.name} holds {bad} NaN or Inf values of "
             f"{tensor.numel()}: the checkpoint is broken, use another one"
         )
-    return tensor
 
 
 def _fill(stream: io.FileIO, target: memoryview) -> None:

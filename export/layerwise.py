@@ -120,8 +120,7 @@ def compare_layers(
             graphs[role] = traced[part.key, role]
         with _beside(bundle, part, graphs, places) as (cut, names):
             used |= names
-            for role, graph in graphs.items():
-                trials += _passes(cut, part, role, graph, sides, seed)
+            trials += _passes(cut, part, graphs, sides, seed)
             if part.whole and {"denoise", "commit"} <= set(graphs):
                 trials += parity.trajectory(_OneAtATime(cut), sides, ids, bundle.precision)
     missed = sorted(set(places) - used)
@@ -202,18 +201,24 @@ def _beside(
 
 
 def _passes(
-    cut: Bundle, part: Part, role: str, graph: _Traced, sides: _Made, seed: int
-) -> list[parity.Trial]:
+    cut: Bundle, part: Part, graphs: Mapping[str, _Traced], sides: _Made, seed: int
+) -> Iterator[parity.Trial]:
     """Single passes of a part; one side at a time is in memory."""
-    rng = np.random.default_rng(seed)
     model = sides.plain()
-    drawn = list(parity.draw_passes(model, role, graph.offered, rng, _BATCHES, _BLOCKS))
+    drawn = {}
+    for role, graph in graphs.items():
+        rng = np.random.default_rng(seed)
+        passes = parity.draw_passes(model, role, graph.offered, rng, _BATCHES, _BLOCKS)
+        drawn[role] = list(passes)
     del model
-    session = _OneAtATime(cut)[role]
-    wanted = [port.name for port in graph.inputs]
-    found = [session.run({name: one.feeds[name] for name in wanted}) for one in drawn]
-    del session
-    return parity.settle(drawn, found, role, sides, cut.precision, f"{part.name} ")
+    sessions = _OneAtATime(cut)
+    for role, graph in graphs.items():
+        wanted = [port.name for port in graph.inputs]
+        session = sessions[role]
+        found = [session.run({name: one.feeds[name] for name in wanted}) for one in drawn[role]]
+        del session
+        sessions.close()
+        yield from parity.settle(drawn[role], found, role, sides, cut.precision, f"{part.name} ")
 
 
 class _OneAtATime(Mapping[str, Session]):
@@ -226,10 +231,14 @@ class _OneAtATime(Mapping[str, Session]):
 
     def __getitem__(self, role: str) -> Session:
         if role != self._role or self._session is None:
-            self._session = None  # before the next one takes memory
+            self.close()  # before the next one takes memory
             self._session = open_sessions(self._bundle, (role,), threads=1)[role]
             self._role = role
         return self._session
+
+    def close(self) -> None:
+        """Let go of the session that is open."""
+        self._session = None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._bundle.graphs)

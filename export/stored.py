@@ -22,6 +22,13 @@ TORCH_DTYPES = {
 }
 """PyTorch's dtype of every name a precision knows."""
 
+_EXPONENTS = {
+    torch.float32: (torch.int32, 0x7F800000),
+    torch.float16: (torch.int16, 0x7C00),
+    torch.bfloat16: (torch.int16, 0x7F80),
+}
+"""The integer of a float's size, and the bits of its exponent."""
+
 _ISLANDS = ("norm.weight", "norm.bias", "dt_bias", "dt_proj.bias", "A", "A_log", "D", "_gate")
 _TURNED = ("_proj.weight", "head.weight")
 _CONV = "conv1d.weight"
@@ -158,9 +165,20 @@ class ModuleWeights:
 
 
 def nonfinite(tensor: Tensor) -> int:
-    """How many elements are NaN or infinite; looked at in pieces, which takes little memory."""
-    pieces = torch.split(tensor.reshape(-1), 1 << 22)
-    return sum(int(piece.numel() - torch.isfinite(piece).sum()) for piece in pieces)
+    """How many elements of a float tensor are NaN or infinite.
+
+    Those have every bit of the exponent set, which is quick to look for in integers; in pieces, as
+    that takes little memory.
+    """
+    if tensor.dtype not in _EXPONENTS:
+        return int(tensor.numel() - torch.isfinite(tensor).sum())
+    kind, exponent = _EXPONENTS[tensor.dtype]
+    count = 0
+    for piece in torch.split(tensor.reshape(-1).view(kind), 1 << 20):
+        bits = piece & exponent
+        if piece.numel() and int(bits.max()) == exponent:
+            count += int((bits == exponent).sum())
+    return count
 
 
 def as_stored(tensors: Mapping[str, Tensor], precision: Precision) -> Mapping[str, Tensor]:

@@ -32,7 +32,13 @@ from fixedstate.export.stored import StoredWeights
 from fixedstate.export.trace import trace, without_weights
 from fixedstate.export.weightfile import write_weights
 from fixedstate.plugins.torch_ops import TRACED
-from fixedstate.spec import LayerSpec, ModelSpec
+from fixedstate.spec import (
+    AttentionSizes,
+    LayerSpec,
+    LinearAttentionSizes,
+    Mamba1Sizes,
+    ModelSpec,
+)
 from fixedstate.state import Precision
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -324,6 +330,39 @@ def outputs(graph: ir.Model) -> list[str]:
         for place, value in enumerate(node.outputs):
             known[value] = hashlib.sha256(f"{text} {place}".encode()).hexdigest()
     return [known[value] for value in graph.graph.outputs]
+
+
+# --- slow -----------------------------------------------------------------------------------------
+
+SCAN = Mamba1Sizes(d_inner=32, d_state=4, dt_rank=2, d_conv=4)
+WINDOW = AttentionSizes(
+    heads=4, kv_heads=2, head_dim=8, rotary_dim=8, window=10, sinks=3, keys_rotated=False
+)
+EVERY_KIND = {
+    "block": model(
+        LayerSpec("mamba1", SCAN, "block", "projections"),
+        attention_layer(sizes=WINDOW),
+        LayerSpec("linear_attention", LinearAttentionSizes(4, 2, 8, rotary_dim=8)),
+        LayerSpec("mamba1", SCAN, "reverse", norm_place="after", norm="layer", output_gate=True),
+        tied_embeddings=True,
+        self_conditioning_width=16,
+        logit_shift=True,
+        logit_softcap=5.0,
+        residual_fp32=True,
+    ),
+    "full": model(mamba_layer(), attention_layer(), objective="full", head_bias=True),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EVERY_KIND)
+def test_parts_of_every_kind_agree(tmp_path, name):
+    """Whatever a layer, an embedding or a head can be, it can be a graph of its own."""
+    spec = EVERY_KIND[name]
+    save_checkpoint(tmp_path / "c", spec, random_tensors(spec, seed=3))
+    report = export_bundle(tmp_path / "c", tmp_path / "b", precision="fp16", whole_up_to=0).parity
+    assert report["passed"]
+    assert len(report["parts"]) == len(spec.layers) + 3
 
 
 # --- as large as it gets --------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import onnxruntime
 import pytest
 from toy_bundle import ATTENTION, MAMBA, write_toy_bundle
 
-from fixedstate.bundle import MANIFEST, WEIGHTS, Bundle
+from fixedstate.bundle import MANIFEST, SCHEMA, WEIGHTS, Bundle
 from fixedstate.errors import BackendError, BundleError, CapacityError, UsageError
 from fixedstate.ports import Port
 from fixedstate.runtime import Request, Settings, load, ort
@@ -372,7 +372,7 @@ def test_a_changed_file_is_found(toy, tmp_path):
     manifest = json.loads((folder / MANIFEST).read_text())
     manifest["schema"] = 99
     (folder / MANIFEST).write_text(json.dumps(manifest))
-    with pytest.raises(BundleError, match="has schema 99, this version reads up to 1"):
+    with pytest.raises(BundleError, match=f"has schema 99, this version reads up to {SCHEMA}"):
         load(folder)
 
 

@@ -4,7 +4,8 @@
     python plain_onnxruntime.py log.bundle log.json --prompt-ids 5,6,7 --max-new-tokens 32
 
 One row, the most likely tokens, a fixed number of passes per block: what `generate --threads 1`
-does with the same ids. Nothing of fixedstate is imported.
+does with the same ids. Nothing of fixedstate is imported. Models that need more than this program
+does (shifted logits, state from pass to pass, no block decoding at all) are refused.
 """
 
 from __future__ import annotations
@@ -128,6 +129,17 @@ def decode(row: Row, about: dict, prompt: list[int], max_new_tokens: int) -> lis
         rest = []
 
 
+def too_much(about: dict) -> str:
+    """What of a model this program does not do; empty where it does everything."""
+    if about["model"]["objective"] != "block":
+        return f"its objective is {about['model']['objective']}, not block"
+    if about["model"]["logit_shift"]:
+        return "its logits predict the next position"
+    if any(port["scope"] == "step" for port in about["ports"]):
+        return "it carries state from pass to pass"
+    return ""
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
@@ -137,6 +149,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--max-new-tokens", type=int, default=32)
     args = parser.parse_args(argv)
     about = json.loads(args.description.read_text())
+    if reason := too_much(about):
+        print(f"this program cannot decode the model: {reason}", file=sys.stderr)
+        return 2
     prompt = [int(word) for word in args.prompt_ids.split(",") if word]
     row = Row(args.bundle, about)
     print(",".join(map(str, decode(row, about, prompt, args.max_new_tokens))))

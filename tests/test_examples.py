@@ -73,6 +73,33 @@ def test_plain_onnxruntime_from_a_shell(bundle_path, tmp_path):
     assert re.fullmatch(r"\d+(,\d+)*\n", done.stdout)
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (("model", "objective", "causal"), "objective is causal"),
+        (("model", "logit_shift", True), "predict the next position"),
+        (("ports", 1, "scope", "step"), "from pass to pass"),
+    ],
+)
+def test_plain_onnxruntime_refuses_what_it_does_not_do(
+    bundle_path, tmp_path, capsys, change, words
+):
+    """A model it would decode wrongly is refused, not decoded."""
+    folder = bundle_path("F2")
+    about = describe(Bundle.open(folder))
+    *path, key, value = change
+    place = about
+    for step in path:
+        place = place[step]
+    place[key] = value
+    description = tmp_path / "about.json"
+    description.write_text(json.dumps(about))
+    assert load_program(PLAIN).main([str(folder), str(description)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert words in printed.err
+
+
 def test_plain_onnxruntime_imports_nothing_of_ours():
     """It shows that the files on disk are enough."""
     names = set()

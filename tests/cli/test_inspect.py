@@ -32,6 +32,7 @@ def test_json_bytes_and_updates(run, bundle):
         "shape": ["B", 8, 8, 8],
         "dtype": "float32",
         "update": "swap",
+        "scope": "committed",
         "bytes": 8 * 8 * 8 * 4,
     }
     key = ports["denoise", "past_key_001"]

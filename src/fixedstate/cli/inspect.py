@@ -81,6 +81,7 @@ def _model(bundle: Bundle) -> dict[str, Any]:
         "mask_id": spec.mask_id,
         "stop_ids": list(spec.stop_ids),
         "bos_id": spec.bos_id,
+        "logit_shift": spec.logit_shift,
     }
 
 
@@ -96,21 +97,21 @@ def _graph(graph: Graph) -> dict[str, Any]:
 
 
 def _ports(bundle: Bundle) -> Iterator[dict[str, Any]]:
-    updates = {
-        name: port.update
-        for port in bundle.state.ports
-        for name in (port.past.name, port.present.name)
+    carried = {
+        name: port for port in bundle.state.ports for name in (port.past.name, port.present.name)
     }
     for graph in bundle.graphs.values():
         for direction, ports in (("input", graph.inputs), ("output", graph.outputs)):
             for port in ports:
+                state = carried.get(port.name)
                 yield {
                     "name": port.name,
                     "graph": graph.role,
                     "direction": direction,
                     "shape": list(port.shape),
                     "dtype": port.dtype,
-                    "update": updates.get(port.name),
+                    "update": None if state is None else state.update,
+                    "scope": None if state is None else state.scope,
                     "bytes": _row_bytes(port),
                 }
 
@@ -123,13 +124,14 @@ def _row_bytes(port: Port) -> int | None:
 
 
 def _memory(bundle: Bundle) -> dict[str, Any]:
-    """Bytes of one row: both buffers of every swapped pair, one of every appended port."""
+    """Bytes of one row: both buffers of every pair, one of every appended port."""
     from fixedstate.bundle import WEIGHTS
 
     per_token = bundle.state.kv_bytes_per_token()
+    steps = sum(port.nbytes(1) for port in bundle.state.stepped)
     return {
         "weights": (bundle.path / WEIGHTS).stat().st_size,
-        "state_two_buffers": 2 * bundle.state.state_bytes(),
+        "state_two_buffers": 2 * (bundle.state.state_bytes() + steps),
         **{f"kv_{tokens}_tokens": tokens * per_token for tokens in _KV_TOKENS},
     }
 

@@ -9,6 +9,7 @@ from typing import Any
 from fixedstate.errors import CheckpointError
 from fixedstate.export.published import MAMBA_SSM, TRANSFORMERS, shown
 from fixedstate.export.weights import Shape
+from fixedstate.spec import Mamba1Sizes
 
 # Config key of each size, by style and kind of mixer; a dot leads into a nested mapping.
 _KEYS: dict[tuple[str, str], dict[str, str]] = {
@@ -235,3 +236,22 @@ class PublishedConfig:
         if stated is not None and stated != found:
             raise self.conflict(self.keys[name], stated, found, tensor)
         return found
+
+    def mamba1_sizes(self, at: str, inner: int) -> Mamba1Sizes:
+        """Sizes of the Mamba-1 mixer whose tensors are called ``at...``; E is known already."""
+        decay, step, conv = f"{at}A_log", f"{at}dt_proj.weight", f"{at}conv1d.weight"
+        _, state = self.shape(decay, 2)
+        self.agree("d_state", state, decay)
+        _, rank = self.shape(step, 2)
+        if self.get(self.keys["dt_rank"]) not in (None, "auto"):
+            self.agree("dt_rank", rank, step)
+        _, _, taps = self.shape(conv, 3)
+        self.agree("d_conv", taps, conv)
+        return Mamba1Sizes(
+            d_inner=inner,
+            d_state=state,
+            dt_rank=rank,
+            d_conv=taps,
+            bias=self.switch("bias", False),
+            conv_bias=self.switch("conv_bias", True),
+        )

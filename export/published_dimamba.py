@@ -188,26 +188,12 @@ class _Reader(DiffusionConfig):
         return (layer,) * count, pieces
 
     def _mamba(self, at: str, width: int) -> Mamba1Sizes:
-        out, decay, step = f"{at}out_proj.weight", f"{at}A_log", f"{at}dt_proj.weight"
+        out = f"{at}out_proj.weight"
         _, inner = self.shape(out, 2)
         expand = self.get(self.keys["expand"])
         if expand is not None and int(self.number(self.keys["expand"], 2) * width) != inner:
             raise self.conflict(self.keys["expand"], expand, f"d_inner {inner}", out)
-        _, state = self.shape(decay, 2)
-        self.agree("d_state", state, decay)
-        _, rank = self.shape(step, 2)
-        if self.get(self.keys["dt_rank"]) not in (None, "auto"):
-            self.agree("dt_rank", rank, step)
-        _, _, taps = self.shape(f"{at}conv1d.weight", 3)
-        self.agree("d_conv", taps, f"{at}conv1d.weight")
-        return Mamba1Sizes(
-            d_inner=inner,
-            d_state=state,
-            dt_rank=rank,
-            d_conv=taps,
-            bias=self.switch("bias", False),
-            conv_bias=self.switch("conv_bias", True),
-        )
+        return self.mamba1_sizes(at, inner)
 
     def _scan(self, at: str, sizes: Mamba1Sizes) -> dict[str, Piece | Folded]:
         """What the two directions never share."""

@@ -303,24 +303,10 @@ class _Reader(PublishedConfig):
 
     def _mamba1(self, at: str, width: int) -> Mamba1Sizes:
         self._features()
-        out, decay = f"{at}out_proj.weight", f"{at}A_log"
+        out = f"{at}out_proj.weight"
         _, inner = self.shape(out, 2)
         self._inner(inner, width, out, None)
-        _, state = self.shape(decay, 2)
-        self.agree("d_state", state, decay)
-        _, rank = self.shape(f"{at}dt_proj.weight", 2)
-        if self.get(self.keys["dt_rank"]) not in (None, "auto"):
-            self.agree("dt_rank", rank, f"{at}dt_proj.weight")
-        _, _, taps = self.shape(f"{at}conv1d.weight", 3)
-        self.agree("d_conv", taps, f"{at}conv1d.weight")
-        return Mamba1Sizes(
-            d_inner=inner,
-            d_state=state,
-            dt_rank=rank,
-            d_conv=taps,
-            bias=self.switch("bias", False),
-            conv_bias=self.switch("conv_bias", True),
-        )
+        return self.mamba1_sizes(at, inner)
 
     def _attention(self, at: str, width: int) -> AttentionSizes:
         """``mamba_ssm`` MHA, where it is plain causal attention; the rest is refused by name."""

@@ -61,22 +61,22 @@ def attention(
         ops: Not used.
 
     Returns:
-        y [B, T, D] (None where only keys and values are wanted), and the new tokens' ``key`` and
-        ``value`` [B, kv_heads, T, head_dim], or beside a window the port's next content where
-        the pass commits.
+        y [B, T, D] of the tokens asked for (None where only keys and values are wanted), and the
+        new tokens' ``key`` and ``value`` [B, kv_heads, T, head_dim], or beside a window the port's
+        next content where the pass commits.
     """
     del ops
     sizes = layer.attention
     k = project_heads(layer, weights, "k", x)
     v = project_heads(layer, weights, "v", x)
     if "key" not in states and info.role != "full":
-        kept = _turn(k, _here(sizes, info)) if sizes.keys_rotated else k
+        kept = turn(k, _here(sizes, info)) if sizes.keys_rotated else k
         return None, {"key": kept, "value": v}
-    q = project_heads(layer, weights, "q", x)
+    q = project_heads(layer, weights, "q", info.asked(x))
     q = q * (sizes.head_dim**-0.5 if sizes.scale is None else sizes.scale)
     if info.role == "full":
         here = _here(sizes, info)
-        looks = [Look(_turn(q, here), _turn(k, here), v, info.fresh_mask(layer.direction))]
+        looks = [Look(turn(q, here), turn(k, here), v, info.fresh_mask(layer.direction))]
         made: dict[str, Tensor] = {}
     elif sizes.window is None:
         looks, made = _whole_prefix(layer, q, k, v, states, info)
@@ -84,8 +84,28 @@ def attention(
         looks, made = _window(layer, q, k, v, states, info)
     else:
         looks, made = _window_in_cache(layer, q, k, v, states, info)
-    y = join_heads(attend(looks, sizes.score_softcap))
+    y = join_heads(attend(of_asked(looks, info), sizes.score_softcap))
     return linear(y, weights["o_proj.weight"], weights.get("o_proj.bias")), made
+
+
+def of_asked(looks: list[Look], info: PassInfo) -> list[Look]:
+    """The looks with masks of the tokens asked for, as their queries are."""
+    if not info.narrow:
+        return looks
+    return [
+        look
+        if look.mask is None or look.mask.ndim == 4
+        else look._replace(mask=info.asked(look.mask[:, 0, 0])[:, None, None])
+        for look in looks
+    ]
+
+
+def asked_angles(angles: Angles | None, info: PassInfo) -> Angles | None:
+    """Angles [B or 1, 1, T, r/2] at the tokens asked for."""
+    if angles is None or not info.narrow:
+        return angles
+    cos, sin = (info.asked(angle[:, 0])[:, None] for angle in angles)
+    return cos, sin
 
 
 def project_heads(layer: LayerSpec, weights: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
@@ -168,7 +188,8 @@ def _here(sizes: AttentionSizes, info: PassInfo) -> Angles | None:
     return info.angles(sizes, "text", info.positions) if sizes.rotary_dim else None
 
 
-def _turn(x: Tensor, angles: Angles | None) -> Tensor:
+def turn(x: Tensor, angles: Angles | None) -> Tensor:
+    """Rotate the heads [B, heads, T, head_dim]; nothing is done without angles."""
     return x if angles is None else rotate(x, *angles)
 
 
@@ -183,11 +204,11 @@ def _whole_prefix(
     keys, values = states["key"], states["value"]
     capacity = keys.shape[2]
     here = _here(sizes, info)
-    turned = _turn(k, here)
+    turned = turn(k, here)
     if sizes.rotary_dim and not sizes.keys_rotated:
         columns = torch.arange(capacity)[None]
         keys = rotate(keys, *info.angles(sizes, "cache", columns))
-    q = _turn(q, here)
+    q = turn(q, asked_angles(here, info))
     looks = [
         Look(q, keys, values, info.cache_mask(capacity)),
         Look(q, turned, v, info.fresh_mask(layer.direction)),
@@ -202,7 +223,7 @@ def _window(
     sizes = layer.attention
     room = window.room(sizes)
     here = _here(sizes, info)
-    q, k = _turn(q, here), _turn(k, here)
+    q, k = turn(q, asked_angles(here, info)), turn(k, here)
     looks = [
         Look(q, states["key"], states["value"], window.held_mask(info, *room)),
         Look(q, k, v, info.fresh_mask(layer.direction, *room)),
@@ -228,7 +249,7 @@ def _window_in_cache(
     first = info.positions - window.left_out(info, sizes)
     here = info.angles(sizes, ("in cache", room), first)
     wide_q, wide_k, wide_keys = wide(q), wide(k), wide(states["key"])
-    near, turned = rotate(wide_q, *here), rotate(wide_k, *here)
+    near, turned = turn(wide_q, asked_angles(here, info)), rotate(wide_k, *here)
     if not (info.commits and sinks):
         looks = [
             Look(
@@ -241,7 +262,8 @@ def _window_in_cache(
         ]
         return looks, _next(states, k, v, info, sizes)
     own = info.positions - window.left_out_at_block(info, sizes)
-    far = rotate(wide_q, *info.angles(sizes, ("at block", room), own))
+    at_block = info.angles(sizes, ("at block", room), own)
+    far = turn(wide_q, asked_angles(at_block, info))
     held = rotate(wide_keys[:, :, sinks:], *(angle[:, :, sinks:] for angle in columns))
     at_sinks, at_window, at_new = window.apart_masks(info, layer.direction, *room)
     all_keys, all_values = (

@@ -9,23 +9,31 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from fixedstate.errors import ExportError
 from fixedstate.export.attention import attention
+from fixedstate.export.heads import head_values
 from fixedstate.export.layers import ACTIVATIONS, layer_norm, linear, rms_norm
 from fixedstate.export.linear_attention import linear_attention
 from fixedstate.export.mamba1 import mamba1
 from fixedstate.export.mamba2 import mamba2
-from fixedstate.export.passinfo import PassInfo
+from fixedstate.export.passinfo import PassInfo, tokens_at
 from fixedstate.export.stored import TORCH_DTYPES, is_island, stored
 from fixedstate.plugins.torch_ops import PLAIN, BlockOps, wide
 from fixedstate.ports import Port
 from fixedstate.spec import LayerSpec, ModelSpec
-from fixedstate.state import Precision, StateSpec, graph_ports, last_stateful
+from fixedstate.state import (
+    TOP_K,
+    Precision,
+    StateSpec,
+    graph_ports,
+    last_stateful,
+    split_role,
+)
 
 State = Mapping[str, Tensor]
 """Carried tensors by suffix, e.g. ``ssm_state_003``."""
@@ -102,12 +110,14 @@ class Passed:
         logits: [B, L, vocab_rows] float32, where the role has them.
         last_logits: [B, vocab_rows] float32, where a commit pass of the model has them.
         hidden: [B, T, D] what leaves the last layer, of a part of a model that ends there.
+        reduced: What a reduced head gives of the slots asked for, by port name.
     """
 
     states: dict[str, Tensor]
     logits: Tensor | None = None
     last_logits: Tensor | None = None
     hidden: Tensor | None = None
+    reduced: dict[str, Tensor] = field(default_factory=dict)
 
 
 class BlockModel(nn.Module):
@@ -117,11 +127,13 @@ class BlockModel(nn.Module):
         spec: The model.
         precision: Dtypes of its ports.
         state_spec: What it carries at that precision.
+        top_k: Tokens that its ``top_k`` head gives.
     """
 
     spec: ModelSpec
     precision: Precision
     state_spec: StateSpec
+    top_k: int = TOP_K
 
     @property
     def dtype(self) -> torch.dtype:
@@ -134,7 +146,7 @@ class BlockModel(nn.Module):
 
     def ports(self, role: str) -> tuple[tuple[Port, ...], tuple[Port, ...]]:
         """Inputs and outputs of the graph of a role, in order: what enters comes first."""
-        return graph_ports(self.spec, self.state_spec, role)
+        return graph_ports(self.spec, self.state_spec, role, self.top_k)
 
     def passes(self, role: str, ids: Tensor, state: State, **lengths: Tensor | None) -> Passed:
         """One pass of any role; see :meth:`denoise` and :meth:`commit`."""
@@ -209,6 +221,7 @@ class Denoiser(BlockModel):
         precision: Dtypes of activations and ports; norms, steps, decays, softmax and scan stay
             float32.
         ops: Plain operators, or traced ones while a graph is made.
+        top_k: Tokens that its ``top_k`` head gives.
 
     Raises:
         ExportError: for a model with parts this denoiser does not compute.
@@ -220,9 +233,13 @@ class Denoiser(BlockModel):
         tensors: Mapping[str, Tensor],
         precision: Precision | None = None,
         ops: BlockOps = PLAIN,
+        top_k: int = TOP_K,
     ) -> None:
         super().__init__()
         check_layers(spec)
+        self.top_k = top_k
+        mixing = [index for index, layer in enumerate(spec.layers) if layer.mixer != "none"]
+        self._last_mixing = mixing[-1] if mixing else -1
         self.spec = spec
         self.precision = precision or Precision()
         self.state_spec = StateSpec.of(spec, self.precision)
@@ -305,7 +322,8 @@ class Denoiser(BlockModel):
             y = (wide(y) * torch.tanh(self.weight(f"{name}.output_gate"))).to(y.dtype)
         if layer.direction == "reverse" and info.commits and not self.spec.commit_reverse:
             assert y is not None
-            y = torch.where(info.clean[..., None], 0.0, y)  # left out, its norm and bias too
+            # left out, its norm and bias too
+            y = torch.where(info.asked(info.clean)[..., None], 0.0, y)
         return y, made
 
     @property
@@ -340,23 +358,37 @@ class Denoiser(BlockModel):
         return {port.suffix: wide(mixture) for port in self.state_spec.stepped}
 
     def _run(self, ids: Tensor, state: State, info: PassInfo) -> tuple[Tensor, dict[str, Tensor]]:
-        """All layers: last hidden values [B, T, D] and the states made."""
+        """All layers: last hidden values [B, T, D] and the states made.
+
+        Behind the last mixer a token depends on no other: where slots were asked for, its output
+        and everything after it is made for those alone, [B, R, D].
+        """
         spec = self.spec
         x = self._embed(ids, state, info)
         made: dict[str, Tensor] = {}
         ends = info.role == "commit" and not spec.logit_shift
+        narrow = self._narrows(info)
+        if narrow and self._last_mixing < 0:
+            info = info.narrowed()
+            x = info.asked(x)
         for index, layer in enumerate(spec.layers):
             if layer.mixer != "none":
+                if narrow and index == self._last_mixing:
+                    info = info.narrowed()
                 y, new = self._mixer(index, x, state, info)
                 made |= new
                 if y is None or (ends and index == self._last_stateful):
                     break  # nothing after it is carried
-                x = x + y
+                x = info.asked(x) + y
             if layer.mlp != "none":
                 name = f"layers.{index}.mlp_norm"
                 normed = self._norm(layer.norm, layer.norm_eps, name, x)
                 x = x + self._mlp(layer, index, normed.to(self.dtype))
         return x, made
+
+    def _narrows(self, info: PassInfo) -> bool:
+        """Whether the pass ends with the tokens asked for; self-conditioning needs every slot."""
+        return info.open_slots is not None and not self.state_spec.stepped
 
     def _logits(self, x: Tensor) -> Tensor:
         """[..., vocab_rows] float32."""
@@ -373,24 +405,46 @@ class Denoiser(BlockModel):
             logits = torch.tanh(logits / spec.logit_softcap) * spec.logit_softcap
         return logits
 
-    def _last_logits(self, x: Tensor, commit_length: Tensor) -> Tensor:
+    def _denoised(self, x: Tensor, info: PassInfo) -> Tensor:
+        """The tokens that a pass gives logits of: its last block, or the open slots of that."""
+        if info.role == "full":
+            return x
+        asked = info.open_slots
+        if asked is not None and self._narrows(info):
+            return x[:, : asked.shape[1]] if info.asks_last else x
+        return x[:, -self.spec.block_len :] if info.commits else x
+
+    def _last_logits(self, x: Tensor, info: PassInfo) -> Tensor:
         """Logits of token commit_length - 1 of each row [B, vocab_rows]; zeros where that is 0."""
-        place = (commit_length - 1).clamp(min=0)
-        last = x.gather(1, place[:, None, None].expand(-1, 1, x.shape[2]))[:, 0]
-        return torch.where((commit_length > 0)[:, None], self._logits(last), 0.0)
+        length = info.commit_length
+        assert length is not None
+        if self._narrows(info):
+            last = x[:, -1]
+        else:
+            place = (length - 1).clamp(min=0)
+            last = x.gather(1, place[:, None, None].expand(-1, 1, x.shape[2]))[:, 0]
+        return torch.where((length > 0)[:, None], self._logits(last), 0.0)
 
     def passes(self, role: str, ids: Tensor, state: State, **lengths: Tensor | None) -> Passed:
-        """One pass of any role; see :meth:`denoise`, :meth:`commit`, :meth:`commit_denoise`."""
+        """One pass of any role; see :meth:`denoise`, :meth:`commit`, :meth:`commit_denoise`.
+
+        The roles of reduced heads take ``open_slots`` [B, R] int64 beside the lengths.
+        """
+        role, head = split_role(role)
         info = PassInfo(self.spec, role, ids.shape[1], **lengths)
         x, made = self._run(ids, state, info)
         out = Passed(made)
-        if role in ("denoise", "commit_denoise", "full"):
-            length = x.shape[1] if role == "full" else self.spec.block_len
-            out.logits = self._logits(x[:, -length:] if role == "commit_denoise" else x)
-            out.states |= self._soft_embedding(out.logits) if self.state_spec.stepped else {}
+        if role != "commit":
+            logits = self._logits(self._denoised(x, info))
+            out.states |= self._soft_embedding(logits) if self.state_spec.stepped else {}
+            if head == "logits":
+                out.logits = logits
+            else:
+                assert info.open_slots is not None
+                of_slots = logits if self._narrows(info) else tokens_at(logits, info.open_slots)
+                out.reduced = head_values(head, of_slots, self.spec, self.top_k)
         if info.commits and self.spec.logit_shift:
-            assert info.commit_length is not None
-            out.last_logits = self._last_logits(x, info.commit_length)
+            out.last_logits = self._last_logits(x, info)
         return out
 
     def commit_denoise(
@@ -445,15 +499,16 @@ class RoleGraph(nn.Module):
         denoiser = self.denoiser
         ports = denoiser.state_spec.ports
         state = {port.suffix: given[port.past.name] for port in ports if port.past.name in given}
-        lengths = {name: given.get(name) for name in ("past_length", "commit_length")}
+        names = ("past_length", "commit_length", "open_slots")
+        lengths = {name: given[name] for name in names if name in given}
         if self.role.startswith("commit"):
-            if lengths["commit_length"] is None:
+            if "commit_length" not in lengths:
                 lengths["commit_length"] = torch.full((ids.shape[0],), ids.shape[1])
-            if lengths["past_length"] is None:
+            if "past_length" not in lengths:
                 lengths["past_length"] = ids.new_zeros(ids.shape[0])
         passed = denoiser.passes(self.role, ids, state, **lengths)
         made = {port.present.name: passed.states.get(port.suffix) for port in ports}
-        made |= {"logits": passed.logits, "last_logits": passed.last_logits}
+        made |= {"logits": passed.logits, "last_logits": passed.last_logits, **passed.reduced}
         made["hidden_out"] = passed.hidden
         results = [made[port.name] for port in self.outputs]
         assert all(result is not None for result in results)

@@ -112,7 +112,8 @@ def run_directions(
         ops: Plain or traced operators.
 
     Returns:
-        y [B, T, D] and the new ``conv`` and ``ssm`` states, where the pass makes them.
+        y [B, T, D] of the tokens asked for, and the new ``conv`` and ``ssm`` states, where the
+        pass makes them.
     """
     own_reverse = {k.removeprefix("reverse."): v for k, v in weights.items() if "reverse." in k}
     reverse_weights = {**weights, **own_reverse}
@@ -130,8 +131,9 @@ def run_directions(
         bias = reverse_weights.get("out_proj.bias")
         if info.role == "commit_denoise" and not info.spec.commit_reverse:
             # committed tokens are those of a pass without it
-            y = torch.where(info.clean[..., None], 0.0, y)
-            bias = None if bias is None else torch.where(info.clean[..., None], 0.0, bias)
+            clean = info.asked(info.clean)[..., None]
+            y = torch.where(clean, 0.0, y)
+            bias = None if bias is None else torch.where(clean, 0.0, bias)
         parts.append(_Part(y, reverse_weights["out_proj.weight"], bias))
     if not parts:  # a reverse layer in a commit pass that leaves reverse passes out
         return torch.zeros_like(x), {}
@@ -210,7 +212,8 @@ def _forward(
             mixed = ops.conv_denoise(raw, weight, bias, conv)
         scan = recurrence.scan_inputs(weights, mixed, dt)
         ssm = states["ssm"] if "ssm" in states else recurrence.zero_state(scan)
-        return recurrence.gated(weights, recurrence.denoise(ops, scan, ssm, length), gate), {}
+        y = recurrence.denoise(ops, scan, ssm, length)
+        return recurrence.gated(weights, info.asked(y), info.asked(gate)), {}
     made: dict[str, Tensor] = {}
     if one_tap:
         mixed = _pointwise_conv(weights, raw)
@@ -226,7 +229,7 @@ def _forward(
         over = recurrence.denoise(ops, scan.where(~clean).last(length), new, length)
         tail = torch.where(_like(clean[:, -length:], over), y[:, -length:], over)
         y = torch.cat([y[:, :-length], tail], 1)
-    return recurrence.gated(weights, y, gate), made
+    return recurrence.gated(weights, info.asked(y), info.asked(gate)), made
 
 
 def _reverse(
@@ -250,4 +253,5 @@ def _reverse(
     scan = recurrence.scan_inputs(weights, mixed, dt)
     if info.role == "commit":
         scan = scan.where(info.clean)
-    return recurrence.gated(weights, recurrence.reverse(ops, scan, length), gate)
+    y = recurrence.reverse(ops, scan, length)
+    return recurrence.gated(weights, info.asked(y), info.asked(gate))

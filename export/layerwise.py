@@ -31,7 +31,7 @@ from fixedstate.plugins.torch_ops import TRACED
 from fixedstate.ports import Port
 from fixedstate.runtime.ort import open_sessions
 from fixedstate.runtime.session import Session
-from fixedstate.state import Precision, StateSpec
+from fixedstate.state import Precision, StateSpec, split_role
 
 WHOLE_UP_TO = 1 << 30
 """Bytes of weights up to which whole graphs are compared."""
@@ -105,7 +105,8 @@ def compare_layers(
     """
     say = progress or (lambda _: None)
     places = _places(bundle)
-    parts = parts_of(bundle.spec)
+    reduced = [graph for role, graph in bundle.graphs.items() if split_role(role)[1] != "logits"]
+    parts = parts_of(bundle.spec, bool(reduced), *{graph.top_k for graph in reduced})
     ids, kind = parity.real_tokens(bundle)
     traced: dict[object, _Traced] = {}
     trials: list[parity.Trial] = []
@@ -150,9 +151,15 @@ def _places(bundle: Bundle) -> dict[str, Place]:
 
 
 def _roles(bundle: Bundle, part: Part) -> list[str]:
-    """The bundle's roles; where nothing is carried, a pass is a pass."""
-    roles = sorted(role for role in bundle.graphs if "@" not in role)
-    return roles if part.layers else [role for role in roles if role in ("denoise", "full")]
+    """The bundle's roles that a part has; where nothing is carried, a pass is a pass."""
+    roles = {role: split_role(role) for role in sorted(bundle.graphs) if "@" not in role}
+    if not part.layers:
+        roles = {role: both for role, both in roles.items() if both[0] in ("denoise", "full")}
+    if not part.heads:
+        roles = {role: both for role, both in roles.items() if both[1] == "logits"}
+    elif part.layers and not part.embeds:
+        roles = {role: both for role, both in roles.items() if both[1] != "logits"}
+    return list(roles)
 
 
 def _trace(part: Part, bundle: Bundle, role: str) -> _Traced:

@@ -15,13 +15,16 @@ from torch import Tensor
 
 from fixedstate.export.attention import (
     Look,
+    asked_angles,
     attend,
     by_key_head,
     join_heads,
+    of_asked,
     project_heads,
     select,
+    turn,
 )
-from fixedstate.export.layers import linear, rotate
+from fixedstate.export.layers import linear
 from fixedstate.export.passinfo import PassInfo
 from fixedstate.plugins.torch_ops import BlockOps, wide
 from fixedstate.spec import LayerSpec
@@ -56,18 +59,21 @@ def linear_attention(
         ops: Not used.
 
     Returns:
-        y [B, T, D] and the new ``ssm`` and ``norm``, where the pass makes them.
+        y [B, T, D] of the tokens asked for, and the new ``ssm`` and ``norm``, where the pass makes
+        them.
     """
     del ops
     sizes = layer.linear_attention
-    q, k, v = (project_heads(layer, weights, name, x) for name in ("q", "k", "v"))
+    q = project_heads(layer, weights, "q", info.asked(x))
+    k, v = (project_heads(layer, weights, name, x) for name in ("k", "v"))
     read, made = _read(layer, q, k, v, states, info)
     turned_q, turned_k = q * sizes.head_dim**-0.5, k
     if sizes.rotary_dim:
         inside = info.once("inside", lambda: info.steps - info.starts)
         angles = info.angles(sizes, "inside", inside[None])
-        turned_q, turned_k = rotate(turned_q, *angles), rotate(turned_k, *angles)
-    near = attend([Look(turned_q, turned_k, v, _own_block(layer, info))])
+        turned_q = turn(turned_q, asked_angles(angles, info))
+        turned_k = turn(turned_k, angles)
+    near = attend(of_asked([Look(turned_q, turned_k, v, _own_block(layer, info))], info))
     y = wide(near) + weights["state_gate"][:, None, None] * read
     y = join_heads(y.to(x.dtype))
     return linear(y, weights["o_proj.weight"], weights.get("o_proj.bias")), made
@@ -102,9 +108,8 @@ def _read(
     if info.commits:
         keys = torch.where(info.clean[:, None, :, None], keys, 0.0)
         earlier = info.once("earlier", lambda: info.steps < info.starts[:, None])
-        written = select(
-            queries @ keys.transpose(2, 3), earlier[None, None, None], sizes.heads, 0.0
-        )
+        before = info.asked(earlier[None])[:, None, None]
+        written = select(queries @ keys.transpose(2, 3), before, sizes.heads, 0.0)
         read = read + written @ values
         new = state + keys.transpose(2, 3) @ values
         made["ssm"] = info.keep(new[..., :width], states["ssm"])

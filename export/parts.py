@@ -18,7 +18,7 @@ from fixedstate.export.stored import TORCH_DTYPES, is_island
 from fixedstate.plugins.torch_ops import PLAIN, BlockOps
 from fixedstate.ports import Port
 from fixedstate.spec import LayerSpec, ModelSpec
-from fixedstate.state import Precision, graph_ports
+from fixedstate.state import TOP_K, Precision
 
 _EMBEDDING = ("embedding.", "self_conditioning.")
 _HEAD = ("norm.", "head.")
@@ -36,6 +36,7 @@ class Part:
         layers: Their places in the whole model.
         embeds: Whether ids enter, through the embedding; else hidden values.
         heads: Whether logits leave, through the head; else hidden values.
+        top_k: Tokens that its ``top_k`` head gives.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Part:
     layers: tuple[int, ...] = ()
     embeds: bool = False
     heads: bool = False
+    top_k: int = TOP_K
 
     @property
     def key(self) -> tuple[ModelSpec, bool, bool]:
@@ -91,7 +93,7 @@ class Part:
             ops: Likewise.
         """
         if self.whole:
-            return Denoiser(self.spec, tensors, precision, ops)
+            return Denoiser(self.spec, tensors, precision, ops, self.top_k)
         return PartDenoiser(self, tensors, precision, ops)
 
 
@@ -110,17 +112,34 @@ class _Renamed(Mapping[str, Tensor]):
         return len(self._names)
 
 
-def parts_of(spec: ModelSpec) -> list[Part]:
-    """The embedding, every layer, the head, and two layers from end to end."""
+def parts_of(spec: ModelSpec, reduced: bool = False, top_k: int = TOP_K) -> list[Part]:
+    """The embedding, every layer, the head, and two layers from end to end.
+
+    Args:
+        spec: The whole model.
+        reduced: Whether it has reduced heads: then also its end, from the last mixer on, where
+            they leave out the tokens that are not asked for.
+        top_k: Tokens that a ``top_k`` head gives.
+    """
     parts = [Part("embedding", _with(spec), embeds=True)]
     for index, layer in enumerate(spec.layers):
         if (layer.mixer, layer.mlp) != ("none", "none"):
             parts.append(Part(f"layers.{index}", _with(spec, layer), (index,)))
-    parts.append(Part("head", _with(spec), heads=True))
+    parts.append(Part("head", _with(spec), heads=True, top_k=top_k))
+    if reduced:
+        parts.append(_end(spec, top_k))
     ends = _two_layers(spec)
     name = f"ends+layers.{'+'.join(str(index) for index in ends)}"
     cut = _with(spec, *(spec.layers[index] for index in ends))
-    return [*parts, Part(name, cut, ends, embeds=True, heads=True)]
+    return [*parts, Part(name, cut, ends, embeds=True, heads=True, top_k=top_k)]
+
+
+def _end(spec: ModelSpec, top_k: int) -> Part:
+    """The last layer with a mixer, what is behind it, and the head."""
+    last = max(index for index, layer in enumerate(spec.layers) if layer.mixer != "none")
+    places = tuple(range(last, len(spec.layers)))
+    cut = _with(spec, *(spec.layers[index] for index in places))
+    return Part(f"layers.{last}+head", cut, places, heads=True, top_k=top_k)
 
 
 def _with(spec: ModelSpec, *layers: LayerSpec) -> ModelSpec:
@@ -155,7 +174,7 @@ class PartDenoiser(Denoiser):
         precision: Precision | None = None,
         ops: BlockOps = PLAIN,
     ) -> None:
-        super().__init__(part.spec, tensors, precision, ops)
+        super().__init__(part.spec, tensors, precision, ops, part.top_k)
         self.part = part
         self._last_stateful = len(part.spec.layers)  # none ends the pass
 
@@ -170,7 +189,7 @@ class PartDenoiser(Denoiser):
     def ports(self, role: str) -> tuple[tuple[Port, ...], tuple[Port, ...]]:
         """Everything the role could read, and what it gives; a graph may read less."""
         spec, state = self.spec, self.state_spec
-        usual, given = graph_ports(spec, state, role)
+        usual, given = super().ports(role)
         tokens = usual[0].shape[1]
         stream = "float32" if spec.residual_fp32 else self.precision.io
         enters = usual[0] if self.part.embeds else Port("hidden", stream, ("B", tokens, spec.width))
@@ -181,6 +200,7 @@ class PartDenoiser(Denoiser):
             inputs.append(Port("past_length", "int64", ("B",)))
         if role.startswith("commit"):
             inputs.append(Port("commit_length", "int64", ("B",)))
+        inputs += [port for port in usual if port.name == "open_slots"]
         if self.part.heads:
             return tuple(inputs), given
         present = {port.present.name for port in state.committed}

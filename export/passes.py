@@ -19,7 +19,7 @@ from fixedstate.plugins.bodies import function_body
 from fixedstate.plugins.schema import DOMAIN, OPS, OPSET, VERSION
 from fixedstate.ports import Array, Port
 from fixedstate.spec import Mamba1Sizes, Mamba2Sizes, ModelSpec
-from fixedstate.state import Precision, StateSpec, graph_ports
+from fixedstate.state import TOP_K, Precision, StateSpec, graph_ports
 
 IR_VERSION = 10
 MIN_ONNXRUNTIME = "1.18.0"
@@ -65,13 +65,15 @@ _DTYPES = {
 }
 
 
-def finish(model: ir.Model, spec: ModelSpec, precision: Precision, role: str) -> ir.Model:
+def finish(
+    model: ir.Model, spec: ModelSpec, precision: Precision, role: str, top_k: int = TOP_K
+) -> ir.Model:
     """Make the portable file of one role out of its traced graph, in place.
 
     Raises:
         ExportError: where the graph's ports are not those of the role, or :func:`lint` objects.
     """
-    inputs, outputs = graph_ports(spec, StateSpec.of(spec, precision), role)
+    inputs, outputs = graph_ports(spec, StateSpec.of(spec, precision), role, top_k)
     return finish_with(model, spec, precision, inputs, outputs)
 
 

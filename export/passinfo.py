@@ -6,6 +6,7 @@ negative places. A token's position in the text is its place plus ``past_length`
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import torch
@@ -24,6 +25,7 @@ class PassInfo:
         tokens: T, new tokens per row.
         past_length: [B] int64 committed tokens per row, where a layer needs them.
         commit_length: [B] int64 clean tokens per row among the T, for the commit roles.
+        open_slots: [B, R] int64 slots of the last block that are asked for; None for every token.
     """
 
     def __init__(
@@ -33,12 +35,15 @@ class PassInfo:
         tokens: int,
         past_length: Tensor | None = None,
         commit_length: Tensor | None = None,
+        open_slots: Tensor | None = None,
     ) -> None:
         self.spec = spec
         self.role = role
         self.tokens = tokens
         self.past_length = past_length
         self.commit_length = commit_length
+        self.open_slots = open_slots
+        self.narrow = False
         self._tensors: dict[object, Tensor] = {}
         self._angles: dict[object, tuple[Tensor, Tensor]] = {}
 
@@ -82,6 +87,38 @@ class PassInfo:
         assert self.commit_length is not None
         some = (self.commit_length > 0).reshape(-1, *(1,) * (new.ndim - 1))
         return torch.where(some, new, past)
+
+    # --- tokens that are asked for
+
+    def narrowed(self) -> PassInfo:
+        """This pass for a layer whose output is needed at the tokens asked for, and nowhere else.
+
+        They are the open slots and, where a commit gives ``last_logits``, the last clean token of
+        each row behind them.
+        """
+        other = copy.copy(self)
+        other.narrow = True
+        return other
+
+    @property
+    def asks_last(self) -> bool:
+        """Whether the last clean token of each row is asked for behind the open slots."""
+        return self.commits and self.spec.logit_shift
+
+    @property
+    def places(self) -> Tensor:
+        """[B, R] or [B, R + 1] int64 places of the tokens asked for."""
+        assert self.open_slots is not None
+        slots = self.open_slots + (self.tokens - self.spec.block_len)
+        if not self.asks_last:
+            return slots
+        assert self.commit_length is not None
+        last = (self.commit_length - 1).clamp(min=0)
+        return torch.cat([slots, last[:, None]], 1)
+
+    def asked(self, x: Tensor) -> Tensor:
+        """Of [B or 1, T, ...] what belongs to the tokens asked for; all in a pass not narrowed."""
+        return tokens_at(x, self.once("places", lambda: self.places)) if self.narrow else x
 
     # --- positions
 
@@ -162,3 +199,11 @@ class PassInfo:
         clean = self.clean[:, :, None]
         # not torch.where: ONNX Runtime's Where has no kernel for bool
         return (clean & commit) | (~clean & noisy)
+
+
+def tokens_at(x: Tensor, places: Tensor) -> Tensor:
+    """Of [B or 1, T, ...] the tokens at places [B, R]: [B, R, ...]."""
+    rows, rest = places.shape[0], x.shape[2:]
+    flat = (places + torch.arange(rows)[:, None] * x.shape[1]).reshape(-1)
+    tokens = x.expand(rows, *x.shape[1:]).reshape(-1, *rest)
+    return tokens.index_select(0, flat).reshape(rows, -1, *rest)

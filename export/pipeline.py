@@ -37,7 +37,7 @@ from fixedstate.export.trace import trace, without_weights
 from fixedstate.export.weightfile import point_at_weights, write_weights
 from fixedstate.plugins.torch_ops import TRACED
 from fixedstate.spec import ModelSpec
-from fixedstate.state import Precision, graph_ports
+from fixedstate.state import HEADS, TOP_K, Precision
 
 Say = Callable[[str], None]
 
@@ -63,7 +63,9 @@ def export_bundle(
     mask_id: int | None = None,
     stop_ids: tuple[int, ...] | None = None,
     precision: str = "fp32",
-    single_graph: bool = False,
+    fused: bool = True,
+    head: str = "logits",
+    top_k: int = TOP_K,
     force: bool = False,
     allow_unexpected: bool = False,
     conv_layout: str | None = None,
@@ -81,7 +83,11 @@ def export_bundle(
         mask_id: Id of the mask, where the checkpoint does not say.
         stop_ids: Ids that end a text, where the checkpoint does not say.
         precision: ``fp32`` or ``fp16``.
-        single_graph: Add the role ``commit_denoise``, one graph for both passes.
+        fused: Add the role ``commit_denoise``, which commits a block and denoises the next in one
+            pass. A model of objective ``full`` and a custom module have none.
+        head: Add graphs that give less than all scores, of the slots that are asked for:
+            ``confidence``, ``entropy`` or ``top_k``; ``logits`` adds none.
+        top_k: Tokens that the head ``top_k`` gives for a slot.
         force: Replace what stands at ``out``.
         allow_unexpected: Leave out tensors that the model does not have.
         conv_layout: See :func:`fixedstate.export.checkpoint.load_checkpoint`.
@@ -99,13 +105,17 @@ def export_bundle(
     chosen = Precision.named(precision)
     reference = build_reference(checkpoint)
     if reference is not None:
+        if head != "logits":
+            raise UsageError(
+                f"{reference}: --head {head} was given, but a custom module has no graphs beside "
+                "denoise and commit: leave the option out"
+            )
         refuse_options(
             reference,
             precision,
             block_len=block_len,
             mask_id=mask_id,
             stop_ids=stop_ids,
-            single_graph=single_graph,
             allow_unexpected=allow_unexpected,
             conv_layout=conv_layout,
         )
@@ -121,12 +131,12 @@ def export_bundle(
         notes=notes,
     )
     check_supported(loaded.spec)
-    roles = _roles(loaded.spec, single_graph)
+    roles = _roles(loaded.spec, fused, head, top_k)
     with staged_folder(target, force=force) as folder:
         bundle = write_bundle(
             folder,
             without_weights(
-                loaded.spec, lambda given: Denoiser(loaded.spec, given, chosen, TRACED)
+                loaded.spec, lambda given: Denoiser(loaded.spec, given, chosen, TRACED, top_k)
             ),
             StoredWeights(loaded.tensors, chosen),
             roles,
@@ -136,7 +146,7 @@ def export_bundle(
             source=loaded.source,
         )
         if (folder / WEIGHTS).stat().st_size <= whole_up_to:
-            right = Denoiser(loaded.spec, as_stored(loaded.tensors, chosen))
+            right = Denoiser(loaded.spec, as_stored(loaded.tensors, chosen), top_k=top_k)
             report = parity.compare_graphs(bundle, right, progress=say)
         else:
             report = compare_layers(bundle, loaded.tensors, progress=say)
@@ -144,20 +154,26 @@ def export_bundle(
     return ExportReport(Bundle.open(target), report)
 
 
-def _roles(spec: ModelSpec, single_graph: bool) -> list[str]:
+def _roles(spec: ModelSpec, fused: bool, head: str, top_k: int) -> list[str]:
     """The graphs of a model.
 
     Raises:
-        UsageError: for a fused graph of a model that commits nothing.
+        UsageError: for a head that there is not, or that nothing could ask.
     """
-    if spec.objective != "full":
-        return ["denoise", "commit"] + (["commit_denoise"] if single_graph else [])
-    if single_graph:
+    if head not in HEADS:
+        raise UsageError(f"head {head!r} is unknown; use one of {', '.join(HEADS)}")
+    if top_k < 1:
+        raise UsageError(f"top_k must be a number of tokens, 1 or more; got {top_k}")
+    if head != "logits" and spec.objective != "block":
         raise UsageError(
-            "a model of objective 'full' has one graph, over the whole sequence: leave out "
-            "--single-graph"
+            f"--head {head} gives less than all scores to a decode loop that fills blocks, and a "
+            f"model of objective {spec.objective!r} has none: leave the option out"
         )
-    return ["full"]
+    if spec.objective == "full":
+        return ["full"]
+    denoising = ["denoise"] + (["commit_denoise"] if fused else [])
+    reduced = [] if head == "logits" else [f"{role}_{head}" for role in denoising]
+    return ["denoise", "commit", *denoising[1:], *reduced]
 
 
 def _export_module(
@@ -222,7 +238,7 @@ def write_bundle(
     graphs_by_role: dict[str, ir.Model] = {}
     for role in roles:
         say(f"tracing {role}")
-        graphs_by_role[role] = finish(trace(model, role), spec, precision, role)
+        graphs_by_role[role] = finish(trace(model, role), spec, precision, role, model.top_k)
     say("writing the weights")
     places, digest = write_weights(graphs_by_role.values(), weights, folder / WEIGHTS, say)
     graphs: dict[str, Graph] = {}
@@ -230,7 +246,7 @@ def write_bundle(
         point_at_weights(graph, places, folder)
         file = f"{role}.onnx"
         write_atomic(folder / file, serialised(graph))
-        inputs, outputs = graph_ports(spec, model.state_spec, role)
+        inputs, outputs = model.ports(role)
         graphs[role] = Graph(role, file, sha256_of(folder / file), MIN_ONNXRUNTIME, inputs, outputs)
     bundle = Bundle(
         path=folder,

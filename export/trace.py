@@ -35,7 +35,7 @@ from fixedstate.plugins.schema import DOMAIN, FLOAT32_INPUTS, OPS, OPSET, VERSIO
 from fixedstate.ports import Port
 from fixedstate.spec import ModelSpec
 
-_EXAMPLE = {"B": 3, "n": 5, "m": 2, "C": 37, "T": 24}
+_EXAMPLE = {"B": 3, "n": 5, "m": 2, "C": 37, "T": 24, "R": 7}
 """Sizes used while tracing: no two alike, none of them 1, so that nothing is specialised."""
 
 M = TypeVar("M")
@@ -126,7 +126,7 @@ def trace(model: BlockModel, role: str) -> ir.Model:
     Args:
         model: A denoiser with :data:`fixedstate.plugins.torch_ops.TRACED` operators, which needs
             no weights, or a module of another kind.
-        role: ``denoise``, ``commit`` or ``commit_denoise``.
+        role: One of :data:`fixedstate.state.ROLES`.
 
     Returns:
         The graph. Its weights have name, shape and dtype, but no values.

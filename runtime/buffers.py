@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from fixedstate.errors import CapacityError, DecodeError
+from fixedstate.errors import CapacityError, StateError
 from fixedstate.ports import Array, numpy_dtype
 from fixedstate.state import StatePort, StateSpec
 
@@ -84,32 +84,33 @@ class StateBuffers:
 
     # --- what a pass reads and writes
 
-    def align(self, rows: int) -> int:
-        """Bring rows 0..rows-1 into one buffer of each pair; returns which, 0 or 1."""
-        return _align(self._pairs, self._side, rows)
+    def align(self, rows: int, first: int = 0) -> int:
+        """Bring rows first..first+rows-1 into one buffer of each pair; returns which, 0 or 1."""
+        return _align(self._pairs, self._side, slice(first, first + rows))
 
-    def align_step(self, rows: int) -> int:
+    def align_step(self, rows: int, first: int = 0) -> int:
         """The same for the pairs of scope ``step``."""
-        return _align(self._steps, self._step_side, rows)
+        return _align(self._steps, self._step_side, slice(first, first + rows))
 
-    def past(self, port: StatePort, side: int, rows: int) -> Array:
-        """The leading slice that enters a pass; one memory for as long as capacity stays."""
+    def past(self, port: StatePort, side: int, rows: int, first: int = 0) -> Array:
+        """The slice of rows that enters a pass; one memory for as long as capacity stays."""
         if port.update == "append":
-            return self._columns[port.suffix][:rows]
-        return self._pairs_of(port)[port.suffix][side][:rows]
+            return self._columns[port.suffix][first : first + rows]
+        return self._pairs_of(port)[port.suffix][side][first : first + rows]
 
-    def present(self, port: StatePort, side: int, rows: int) -> Array:
-        """The leading slice of the other buffer of a swap port, which a pass writes."""
-        return self._pairs_of(port)[port.suffix][1 - side][:rows]
+    def present(self, port: StatePort, side: int, rows: int, first: int = 0) -> Array:
+        """The same rows of the other buffer of a swap port, which a pass writes."""
+        return self._pairs_of(port)[port.suffix][1 - side][first : first + rows]
 
     def _pairs_of(self, port: StatePort) -> dict[str, tuple[Array, Array]]:
         return self._steps if port.scope == "step" else self._pairs
 
     # --- a denoise pass
 
-    def advance_step(self, rows: int) -> None:
+    def advance_step(self, rows: int, first: int = 0) -> None:
         """Take over what a denoise pass wrote to the ports of scope ``step``."""
-        self._step_side[:rows] = 1 - self._step_side[:rows]
+        ran = slice(first, first + rows)
+        self._step_side[ran] = 1 - self._step_side[ran]
 
     def begin_block(self, row: int) -> None:
         """Give the ports of scope ``step`` the value they have before a block's first pass."""
@@ -118,17 +119,18 @@ class StateBuffers:
 
     # --- a commit
 
-    def reserve(self, rows: int, commit_length: Array) -> bool:
+    def reserve(self, rows: int, commit_length: Array, first: int = 0) -> bool:
         """Make room for a commit, before its pass; True where buffers moved.
 
         Raises:
             CapacityError: with capacity and need; nothing was changed.
         """
-        need = int((self.past_length[:rows] + commit_length).max())
+        needs = self.past_length[first : first + rows] + commit_length
+        need = int(needs.max())
         if self.limit is not None and need > self.limit:
-            row = int((self.past_length[:rows] + commit_length).argmax())
+            row = int(needs.argmax())
             raise CapacityError(
-                f"row {row} holds {self.past_length[row]} committed tokens and "
+                f"row {first + row} holds {self.past_length[first + row]} committed tokens and "
                 f"{commit_length[row]} more need room for {need}; the limit is {self.limit}"
             )
         if not self._columns or need <= self.capacity:
@@ -154,29 +156,32 @@ class StateBuffers:
         commit_length: Array,
         columns: Mapping[str, Array],
         last_logits: Array | None = None,
+        first: int = 0,
     ) -> None:
         """Take over what a commit pass wrote: swap pairs, append columns, move past_length.
 
         Rows that committed anything begin a new block; the others keep their ``last_logits``.
 
         Args:
-            rows: k, the rows that ran.
+            rows: k, the rows that ran: first..first+k-1.
             commit_length: (k,) int64, the real tokens of each.
             columns: For each append port, by suffix, (k, kv_heads, nL, head_dim).
             last_logits: (k, V) of each row's last committed token, where the pass gives them.
+            first: The first row.
         """
         moved = np.flatnonzero(commit_length).tolist()
         for row in moved:
-            self.begin_block(row)
+            self.begin_block(first + row)
             if last_logits is not None:
-                self.last_logits[row] = last_logits[row]
+                self.last_logits[first + row] = last_logits[row]
         for suffix, new in columns.items():
             target = self._columns[suffix]
             for row in moved:
-                start, count = self.past_length[row], commit_length[row]
-                target[row, :, start : start + count] = new[row, :, :count]
-        self._side[:rows] = 1 - self._side[:rows]
-        self.past_length[:rows] += commit_length
+                start, count = self.past_length[first + row], commit_length[row]
+                target[first + row, :, start : start + count] = new[row, :, :count]
+        ran = slice(first, first + rows)
+        self._side[ran] = 1 - self._side[ran]
+        self.past_length[ran] += commit_length
 
     # --- rows
 
@@ -202,6 +207,21 @@ class StateBuffers:
             array[target, :, :used] = array[source, :, :used]
         self.past_length[target] = used
 
+    def swap(self, row: int, other: int) -> None:
+        """Exchange the states of two rows."""
+        if row == other:
+            return
+        for pairs, sides in ((self._pairs, self._side), (self._steps, self._step_side)):
+            for pair in pairs.values():
+                kept = pair[sides[row]][row].copy()
+                pair[sides[row]][row] = pair[sides[other]][other]
+                pair[sides[other]][other] = kept
+        self.last_logits[[row, other]] = self.last_logits[[other, row]]
+        used = int(max(self.past_length[row], self.past_length[other]))
+        for array in self._columns.values():
+            array[[row, other], :, :used] = array[[other, row], :, :used]
+        self.past_length[[row, other]] = self.past_length[[other, row]]
+
     def read(self, row: int) -> dict[str, Array]:
         """A copy of a row's committed state by suffix; append ports hold their used columns."""
         out = {suffix: pair[self._side[row]][row].copy() for suffix, pair in self._pairs.items()}
@@ -209,27 +229,49 @@ class StateBuffers:
         out |= {suffix: array[row, :, :used].copy() for suffix, array in self._columns.items()}
         return {port.suffix: out[port.suffix] for port in self.state.committed}
 
-    def write(self, row: int, arrays: Mapping[str, Array], past_length: int) -> None:
+    def write(
+        self,
+        row: int,
+        arrays: Mapping[str, Array],
+        past_length: int,
+        last_logits: Array | None = None,
+    ) -> None:
         """Give a row a state that :meth:`read` returned, from here or elsewhere; a block begins.
 
+        Args:
+            row: The slot.
+            arrays: Every committed port by suffix.
+            past_length: Its committed tokens.
+            last_logits: (V,) float32 of the last of them, where the model predicts the next
+                position; zeros if not given before the first token.
+
         Raises:
-            DecodeError: where names or shapes do not fit; nothing was changed.
+            StateError: where names, shapes or dtypes do not fit; nothing was changed.
             CapacityError: where it does not fit the limit; nothing was changed.
         """
-        for port in self.state.committed:
-            found = arrays[port.suffix].shape if port.suffix in arrays else None
-            wanted = port.past.resolve(B=1, C=past_length)[1:]
-            if found != wanted:
-                raise DecodeError(
-                    f"state {port.suffix!r} has shape {found}, this model wants {wanted}"
-                )
+        check_arrays(self.state, arrays, past_length)
+        self._check_last_logits(past_length, last_logits)
         self._make_room(row, past_length)
         for suffix, pair in self._pairs.items():
             pair[self._side[row]][row] = arrays[suffix]
         for suffix, array in self._columns.items():
             array[row, :, :past_length] = arrays[suffix]
+        self.last_logits[row] = 0 if last_logits is None else last_logits
         self.begin_block(row)
         self.past_length[row] = past_length
+
+    def _check_last_logits(self, past_length: int, last_logits: Array | None) -> None:
+        width = self.last_logits.shape[1]
+        if last_logits is None:
+            fits = not (width and past_length)
+        else:
+            fits = last_logits.shape == (width,) and last_logits.dtype == np.float32
+        if not fits:
+            given = "no" if last_logits is None else f"{last_logits.dtype} {last_logits.shape}"
+            raise StateError(
+                f"{given} last_logits of {past_length} tokens; expected float32 {(width,)}: take "
+                "them with the state"
+            )
 
     def _make_room(self, row: int, need: int) -> None:
         if self.limit is not None and need > self.limit:
@@ -281,13 +323,40 @@ class StateBuffers:
         return out
 
 
-def _align(pairs: Mapping[str, tuple[Array, Array]], sides: Array, rows: int) -> int:
-    """Copy rows into the buffer that row 0 is live in, where they are in the other one."""
-    side = int(sides[0])
-    for row in np.flatnonzero(sides[:rows] != side):
-        for pair in pairs.values():
-            pair[side][row] = pair[1 - side][row]
-        sides[row] = side
+def check_arrays(state: StateSpec, arrays: Mapping[str, Array], past_length: int) -> None:
+    """Refuse arrays that are not one row's committed state after that many tokens.
+
+    Args:
+        state: What is carried.
+        arrays: By suffix, without the axis of rows; append ports with `past_length` columns.
+        past_length: Committed tokens.
+
+    Raises:
+        StateError: naming the first port that is missing, unknown or of another shape or dtype.
+    """
+    ports = {port.suffix: port.past for port in state.committed}
+    for suffix in [*(name for name in ports if name not in arrays), *(arrays.keys() - ports)]:
+        what = "missing" if suffix in ports else "unknown"
+        raise StateError(f"state {suffix!r} is {what}; the ports are {', '.join(ports) or 'none'}")
+    for suffix, port in ports.items():
+        found, wanted = arrays[suffix], port.resolve(B=1, C=past_length)[1:]
+        if found.shape != wanted or found.dtype != numpy_dtype(port.dtype):
+            raise StateError(
+                f"state {suffix!r} has shape {list(found.shape)} and dtype {found.dtype}; expected "
+                f"{list(wanted)} {port.dtype} after {past_length} tokens"
+            )
+
+
+def _align(pairs: Mapping[str, tuple[Array, Array]], sides: Array, rows: slice) -> int:
+    """Copy rows into the buffer that most of them are live in, where they are in the other one."""
+    here = sides[rows]
+    count = int(here.sum())
+    side = int(2 * count > len(here))
+    if count not in (0, len(here)):
+        for row in (rows.start + np.flatnonzero(here != side)).tolist():
+            for pair in pairs.values():
+                pair[side][row] = pair[1 - side][row]
+        here[:] = side
     return side
 
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 
 from fixedstate.bundle import Bundle
 from fixedstate.errors import UsageError
+from fixedstate.ports import Array
 from fixedstate.runtime.engine import SessionEngine
-from fixedstate.runtime.loop import ExclusiveUse, OnPass, Stream
+from fixedstate.runtime.full import FullEngine
+from fixedstate.runtime.loop import ExclusiveUse, Stream
+from fixedstate.runtime.prefix import PrefixStore, make_prefix
 from fixedstate.runtime.requests import Request, Result, check_decodable
+from fixedstate.runtime.scheduler import OnPass, Scheduler, Watcher
+from fixedstate.runtime.snapshot import Snapshot
 from fixedstate.spec import ModelSpec
 
 
@@ -24,13 +30,19 @@ class Decoder:
     Attributes:
         bundle: The opened bundle.
         load_seconds: What opening it took.
+        prefixes: States of prompts seen before; None keeps none.
     """
 
     def __init__(
-        self, bundle: Bundle, engine: SessionEngine | None, load_seconds: float = 0.0
+        self,
+        bundle: Bundle,
+        engine: SessionEngine | FullEngine | None,
+        load_seconds: float = 0.0,
+        prefixes: PrefixStore | None = None,
     ) -> None:
         self.bundle = bundle
         self.load_seconds = load_seconds
+        self.prefixes = prefixes
         self._engine = engine
         self._lock = ExclusiveUse()
 
@@ -40,8 +52,8 @@ class Decoder:
         return self.bundle.spec
 
     @property
-    def engine(self) -> SessionEngine:
-        """The passes over the state.
+    def engine(self) -> SessionEngine | FullEngine:
+        """The passes over the state, or over whole sequences.
 
         Raises:
             UsageError: for a model without such passes, or after :meth:`close`.
@@ -51,12 +63,18 @@ class Decoder:
             raise UsageError("this decoder is closed: load the bundle again")
         return self._engine
 
-    def stream(self, requests: Sequence[Request], on_pass: OnPass | None = None) -> Stream:
+    def stream(
+        self,
+        requests: Sequence[Request],
+        on_pass: OnPass | None = None,
+        watcher: Watcher | None = None,
+    ) -> Stream:
         """Decode requests and hand over every block as it is finished.
 
         Args:
-            requests: Any number; more than slots run in waves.
-            on_pass: Called after every denoise pass with the canvases.
+            requests: Any number; those beyond the slots begin as others end.
+            on_pass: Called after every round of denoise passes with the canvases.
+            watcher: Told everything that happens to each row.
 
         Returns:
             An iterator of block events; its `results` are complete when it ends. Close it to end
@@ -71,27 +89,81 @@ class Decoder:
             requests,
             self.bundle.decode,
             on_pass=on_pass,
+            prefixes=self.prefixes,
+            watcher=watcher,
             lock=self._lock,
             load_seconds=self.load_seconds,
         )
 
-    def generate(self, requests: Sequence[Request], on_pass: OnPass | None = None) -> list[Result]:
+    def generate(
+        self,
+        requests: Sequence[Request],
+        on_pass: OnPass | None = None,
+        watcher: Watcher | None = None,
+    ) -> list[Result]:
         """Decode requests to their ends; Ctrl-C keeps their finished blocks.
 
         Args:
-            requests: Any number; more than slots run in waves.
-            on_pass: Called after every denoise pass with the canvases.
+            requests: Any number; those beyond the slots begin as others end.
+            on_pass: Called after every round of denoise passes with the canvases.
+            watcher: Told everything that happens to each row.
 
         Returns:
             One result per request, in order.
         """
-        stream = self.stream(requests, on_pass)
+        stream = self.stream(requests, on_pass, watcher)
         try:
             for _ in stream:
                 pass
         except KeyboardInterrupt:
             stream.close()
         return stream.results
+
+    @contextlib.contextmanager
+    def scheduler(
+        self,
+        *,
+        queue_limit: int | None = None,
+        on_pass: OnPass | None = None,
+        watcher: Watcher | None = None,
+    ) -> Iterator[Scheduler]:
+        """For servers: a scheduler that requests are submitted to as they come, tick by tick.
+
+        The decoder belongs to it until the ``with`` block ends, which cancels what is open.
+
+        Args:
+            queue_limit: Requests that may wait for a slot; None for any number.
+            on_pass: Called after every round of denoise passes with the canvases.
+            watcher: Told everything that happens to each row.
+        """
+        with self._lock:
+            scheduler = Scheduler(
+                self.engine,
+                self.bundle.decode,
+                queue_limit=queue_limit,
+                prefixes=self.prefixes,
+                on_pass=on_pass,
+                watcher=watcher,
+                load_seconds=self.load_seconds,
+            )
+            try:
+                yield scheduler
+            finally:
+                scheduler.cancel_all()
+
+    def prefill(self, prompt_ids: Sequence[int] | Array, seed: int = 0) -> Snapshot:
+        """The state behind a prompt, to begin any number of requests with.
+
+        Args:
+            prompt_ids: Any number of tokens.
+            seed: Noted in the state.
+
+        Raises:
+            UsageError: for ids that are no tokens, or a model without state.
+            CapacityError: where they do not fit the limit.
+        """
+        with self._lock:
+            return make_prefix(self.engine, prompt_ids, self.bundle.decode.prefill_blocks, seed)
 
     def close(self) -> None:
         """Let go of sessions and state."""
@@ -146,8 +218,18 @@ def load(
     if limit is not None and limit < 1:
         raise UsageError(f"limit must be 1 token or more; got {limit}")
     bundle = Bundle.open(path, verify_weights=verify_weights)
-    engine = None
-    if bundle.spec.objective != "full":
+    engine: SessionEngine | FullEngine
+    if bundle.spec.objective == "full":
+        engine = open_full(
+            bundle,
+            threads=threads,
+            provider=provider,
+            allow_fallback=allow_fallback,
+            slots=slots,
+            limit=limit,
+            optimization=optimization,
+        )
+    else:
         engine = open_engine(
             bundle,
             threads=threads,
@@ -173,9 +255,18 @@ def open_engine(
     optimization: str = "all",
     single_graph: bool = False,
 ) -> SessionEngine:
-    """The passes of an opened bundle on ONNX Runtime; arguments as in :func:`load`."""
+    """The passes of an opened bundle on ONNX Runtime; arguments as in :func:`load`.
+
+    Raises:
+        UsageError: for a model of objective ``full``, which has no state to pass on.
+    """
     from fixedstate.runtime import ort
 
+    if bundle.spec.objective == "full":
+        raise UsageError(
+            "this model looks at the whole sequence (objective 'full'): no exact cache exists for "
+            "it, so no state can go from block to block; it decodes over whole sequences only"
+        )
     roles: list[str] = [role for role in ("denoise", "commit") if role in bundle.graphs]
     if single_graph:
         roles = ["commit_denoise"]
@@ -190,5 +281,36 @@ def open_engine(
         optimization=optimization,
     )
     return SessionEngine(
-        bundle.spec, bundle.state, sessions, slots=slots, limit=limit, capacity=capacity
+        bundle.spec,
+        bundle.state,
+        sessions,
+        slots=slots,
+        limit=limit,
+        capacity=capacity,
+        weights=bundle.weights,
     )
+
+
+def open_full(
+    bundle: Bundle,
+    *,
+    threads: int | None = None,
+    provider: str = "cpu",
+    allow_fallback: bool = False,
+    slots: int = 1,
+    limit: int | None = None,
+    optimization: str = "all",
+) -> FullEngine:
+    """The whole-sequence passes of objective ``full``; arguments as in :func:`load`."""
+    from fixedstate.runtime import ort
+
+    check_decodable(bundle.spec)
+    sessions = ort.open_sessions(
+        bundle,
+        ("full",),
+        provider=provider,
+        allow_fallback=allow_fallback,
+        threads=threads,
+        optimization=optimization,
+    )
+    return FullEngine(bundle.spec, sessions, slots=slots, limit=limit)

@@ -5,6 +5,7 @@ This module mutates, through :class:`fixedstate.runtime.buffers.StateBuffers`.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -18,9 +19,11 @@ from fixedstate.runtime.session import Binding, Session
 from fixedstate.spec import ModelSpec
 from fixedstate.state import StateSpec
 
+KEPT_BINDINGS = 256  # passes of one shape over the same slots; each keeps some kilobytes
+
 
 class Engine(Protocol):
-    """State of some rows and the two passes over it; rows of a call are slots 0..k-1."""
+    """State of some rows and the passes over it; rows of a call are slots first..first+k-1."""
 
     @property
     def spec(self) -> ModelSpec:
@@ -55,34 +58,71 @@ class Engine(Protocol):
         """
         ...
 
-    def denoise(self, ids: Array) -> Array:
+    @property
+    def fuses(self) -> bool:
+        """Whether :meth:`commit_denoise` can be called."""
+        ...
+
+    @property
+    def whole_blocks(self) -> bool:
+        """Whether blocks are cut from a row's first token; else they begin behind its prompt.
+
+        Where they are, prompts are committed in whole blocks and the rest of a prompt stands in
+        the first block that is decoded. Where not, any number of tokens can be committed.
+        """
+        ...
+
+    def denoise(self, ids: Array, first: int = 0) -> Array:
         """Logits of a block behind each row's committed tokens; commits nothing.
 
         State of scope ``step`` goes from pass to pass and starts anew after a commit or a reset.
 
         Args:
             ids: (k, L) integers, mask ids where a slot is open.
+            first: Slot of the first row.
 
         Returns:
             (k, L, V) float32, valid until the next pass.
         """
         ...
 
-    def commit(self, ids: Array, commit_length: Array) -> None:
+    def commit(self, ids: Array, commit_length: Array, first: int = 0) -> None:
         """Carry clean tokens into each row's state.
 
         Args:
             ids: (k, nL) integers.
             commit_length: (k,), the real tokens of each row; 0 leaves it as it is.
+            first: Slot of the first row.
         """
         ...
 
-    def reset(self, row: int) -> None:
-        """Give a row the state it has before its first token."""
+    def commit_denoise(self, ids: Array, first: int = 0) -> Array:
+        """Commit a finished block of each row and give the logits of the next one, in one pass.
+
+        Args:
+            ids: (k, 2L) integers: L clean tokens, then a block with mask ids in it.
+            first: Slot of the first row.
+
+        Returns:
+            (k, L, V) float32 of the second half, valid until the next pass.
+        """
+        ...
+
+    def reset(self, row: int, room: int = 0) -> None:
+        """Give a row the state it has before its first token.
+
+        Args:
+            row: The slot.
+            room: Tokens its request can come to, for engines that must know before.
+        """
         ...
 
     def move(self, source: int, target: int) -> None:
         """Copy a row's state over another row."""
+        ...
+
+    def swap(self, row: int, other: int) -> None:
+        """Exchange the states of two rows."""
         ...
 
     def state_bytes(self) -> int:
@@ -106,21 +146,36 @@ class ReadableEngine(Engine, Protocol):
         ...
 
 
-def check_denoise(spec: ModelSpec, slots: int, ids: Array) -> Array:
-    """The ids of a denoise pass, or a refusal of a wrong shape or an id outside the embedding.
+def check_denoise(
+    spec: ModelSpec, slots: int, ids: Array, first: int = 0, *, blocks: int = 1
+) -> Array:
+    """The ids of a pass that gives logits, or a refusal of a wrong shape, slot or id.
+
+    Args:
+        spec: The model.
+        slots: Rows at most.
+        ids: (k, blocks * L).
+        first: Slot of the first row.
+        blocks: 1 for ``denoise``, 2 for ``commit_denoise``.
 
     Raises:
         UsageError: with what was given and what was expected.
     """
-    if ids.ndim != 2 or ids.shape[1] != spec.block_len or not 1 <= ids.shape[0] <= slots:
-        raise UsageError(
-            f"denoise takes ids of shape [1..{slots}, {spec.block_len}]; got {list(ids.shape)}"
-        )
+    name = "denoise" if blocks == 1 else "commit_denoise"
+    width = blocks * spec.block_len
+    if ids.ndim != 2 or ids.shape[1] != width or not 1 <= ids.shape[0] <= slots:
+        raise UsageError(f"{name} takes ids of shape [1..{slots}, {width}]; got {list(ids.shape)}")
+    _check_first(slots, first, ids.shape[0])
     return _check_range(spec, ids)
 
 
+def _check_first(slots: int, first: int, rows: int) -> None:
+    if not 0 <= first <= slots - rows:
+        raise UsageError(f"{rows} rows from slot {first} on do not lie in slots 0..{slots - 1}")
+
+
 def check_commit(
-    spec: ModelSpec, slots: int, ids: Array, commit_length: Array
+    spec: ModelSpec, slots: int, ids: Array, commit_length: Array, first: int = 0
 ) -> tuple[Array, Array]:
     """Ids and lengths of a commit pass, or a refusal before the pass.
 
@@ -135,6 +190,7 @@ def check_commit(
         raise UsageError(
             f"commit takes ids of shape [1..{slots}, n x {length}]; got {list(ids.shape)}"
         )
+    _check_first(slots, first, ids.shape[0])
     lengths = np.asarray(commit_length)
     if lengths.shape != ids.shape[:1] or lengths.dtype.kind not in "iu":
         raise UsageError(
@@ -194,16 +250,18 @@ class _Scratch:
 class SessionEngine:
     """The passes as sessions of a back end, on memory bound once per shape.
 
-    Bindings are made per role, batch k, blocks n, capacity and side of the pairs, and kept: a pass
-    writes its ids into bound memory, runs, and swaps.
+    Bindings are made per role, rows, blocks n, capacity and side of the pairs, and the last
+    :data:`KEPT_BINDINGS` used are kept: a pass writes its ids into bound memory, runs, and swaps.
 
     Args:
         spec: The model.
         state: What is carried.
-        sessions: By role: `denoise` and `commit`, or `commit_denoise` for either.
+        sessions: By role; `commit_denoise` takes the place of `denoise` or `commit` where one is
+            missing, and with it blocks are committed and the next ones begun in one pass.
         slots: Rows at most.
         limit: Committed tokens per row at most; None for no limit.
         capacity: Columns of keys and values at first.
+        weights: Hash of the weights, which saved states are held against.
 
     Raises:
         BackendError: where a role is missing or a session's ports are not those of the state.
@@ -218,15 +276,20 @@ class SessionEngine:
         slots: int = 1,
         limit: int | None = None,
         capacity: int = 0,
+        weights: str = "",
     ) -> None:
         if slots < 1:
             raise UsageError(f"slots must be 1 or more; got {slots}")
         self._spec = spec
+        self.weights = weights
         self._sessions = {role: _pick(sessions, role) for role in ("denoise", "commit")}
+        self._fused = "commit_denoise" in sessions
+        if self._fused:
+            self._sessions["commit_denoise"] = sessions["commit_denoise"]
         width = spec.vocab_rows if spec.logit_shift else 0
         self.buffers = StateBuffers(state, slots, spec.block_len, capacity, limit, width)
         self._scratch = _Scratch()
-        self._bound: dict[tuple[Any, ...], _Bound] = {}
+        self._bound: OrderedDict[tuple[Any, ...], _Bound] = OrderedDict()
         self._ports = {port.past.name: port for port in state.ports}
         self._presents = {port.present.name: port for port in state.ports}
 
@@ -234,6 +297,11 @@ class SessionEngine:
     def spec(self) -> ModelSpec:
         """The model."""
         return self._spec
+
+    @property
+    def state(self) -> StateSpec:
+        """What is carried."""
+        return self.buffers.state
 
     @property
     def slots(self) -> int:
@@ -260,36 +328,74 @@ class SessionEngine:
         """What the passes really run on."""
         return self._sessions["denoise"].provider
 
-    def denoise(self, ids: Array) -> Array:
+    @property
+    def fuses(self) -> bool:
+        """Whether :meth:`commit_denoise` can be called."""
+        return self._fused
+
+    @property
+    def whole_blocks(self) -> bool:
+        """Blocks are cut from a row's first token."""
+        return True
+
+    def denoise(self, ids: Array, first: int = 0) -> Array:
         """Logits of a block behind each row's committed tokens; see :class:`Engine`."""
-        ids = check_denoise(self._spec, self.slots, ids)
-        bound = self._bind("denoise", ids.shape[0], 1)
-        np.copyto(bound.ids, ids)
-        if bound.commit_length is not None:
-            bound.commit_length[:] = 0
-        bound.binding.run()
-        self.buffers.advance_step(ids.shape[0])
+        ids = check_denoise(self._spec, self.slots, ids, first)
+        rows = ids.shape[0]
+        bound = self._run("denoise", ids, first, 0)
+        self.buffers.advance_step(rows, first)
         assert bound.logits is not None
         return bound.logits
 
-    def commit(self, ids: Array, commit_length: Array) -> None:
+    def commit(self, ids: Array, commit_length: Array, first: int = 0) -> None:
         """Carry clean tokens into each row's state; see :class:`Engine`."""
-        ids, lengths = check_commit(self._spec, self.slots, ids, commit_length)
+        ids, lengths = check_commit(self._spec, self.slots, ids, commit_length, first)
         rows = ids.shape[0]
-        if self.buffers.reserve(rows, lengths):
+        self._reserve(rows, lengths, first)
+        bound = self._run("commit", ids, first, lengths)
+        self.buffers.commit(rows, lengths, bound.columns, bound.last_logits, first)
+
+    def commit_denoise(self, ids: Array, first: int = 0) -> Array:
+        """Commit a block and give the logits of the next, in one pass; see :class:`Engine`.
+
+        Raises:
+            BackendError: where the fused graph is not loaded.
+        """
+        if not self._fused:
+            raise BackendError(
+                "the graph commit_denoise is not loaded: export the bundle with the fused graph, "
+                "or commit and denoise in two passes"
+            )
+        ids = check_denoise(self._spec, self.slots, ids, first, blocks=2)
+        rows = ids.shape[0]
+        lengths = np.full(rows, self._spec.block_len, np.int64)
+        self._reserve(rows, lengths, first)
+        for row in range(first, first + rows):
+            self.buffers.begin_block(row)  # the pass reads what the new block begins with
+        bound = self._run("commit_denoise", ids, first, lengths)
+        self.buffers.commit(rows, lengths, bound.columns, bound.last_logits, first)
+        self.buffers.advance_step(rows, first)
+        assert bound.logits is not None
+        return bound.logits
+
+    def _reserve(self, rows: int, lengths: Array, first: int) -> None:
+        if self.buffers.reserve(rows, lengths, first):
             self._bound.clear()
-        bound = self._bind("commit", rows, ids.shape[1] // self._spec.block_len)
+
+    def _run(self, role: str, ids: Array, first: int, commit_length: Array | int) -> _Bound:
+        """Run one pass on slots first..; what it wrote is not taken over yet."""
+        bound = self._bind(role, first, ids.shape[0], ids.shape[1] // self._spec.block_len)
         np.copyto(bound.ids, ids)
         if bound.commit_length is not None:
-            bound.commit_length[:] = lengths
+            bound.commit_length[:] = commit_length
         bound.binding.run()
-        self.buffers.commit(rows, lengths, bound.columns, bound.last_logits)
+        return bound
 
     def begin_block(self, row: int) -> None:
         """Forget what earlier denoise passes left in the state of scope ``step``."""
         self.buffers.begin_block(row)
 
-    def reset(self, row: int) -> None:
+    def reset(self, row: int, room: int = 0) -> None:
         """Give a row the state it has before its first token."""
         self.buffers.reset(row)
 
@@ -297,14 +403,27 @@ class SessionEngine:
         """Copy a row's state over another row."""
         self.buffers.move(source, target)
 
+    def swap(self, row: int, other: int) -> None:
+        """Exchange the states of two rows."""
+        self.buffers.swap(row, other)
+
     def read(self, row: int) -> dict[str, Array]:
         """A copy of a row's state by port suffix; keys and values of committed tokens only."""
         return self.buffers.read(row)
 
-    def write(self, row: int, arrays: Mapping[str, Array], past_length: int) -> None:
-        """Give a row a state that :meth:`read` returned, from here or elsewhere."""
+    def write(
+        self,
+        row: int,
+        arrays: Mapping[str, Array],
+        past_length: int,
+        last_logits: Array | None = None,
+    ) -> None:
+        """Give a row a state that :meth:`read` returned, from here or elsewhere.
+
+        `last_logits` (V,) belong to it where the model predicts the next position.
+        """
         capacity = self.buffers.capacity
-        self.buffers.write(row, arrays, past_length)
+        self.buffers.write(row, arrays, past_length, last_logits)
         if self.buffers.capacity != capacity:
             self._bound.clear()
 
@@ -316,29 +435,34 @@ class SessionEngine:
         """Bytes of the keys and values of that many committed tokens of one row."""
         return self.buffers.kv_bytes(past_length)
 
-    def _bind(self, role: str, rows: int, blocks: int) -> _Bound:
-        sides = self.buffers.align(rows), self.buffers.align_step(rows)
-        key = (role, rows, blocks, sides)
+    def _bind(self, role: str, first: int, rows: int, blocks: int) -> _Bound:
+        sides = self.buffers.align(rows, first), self.buffers.align_step(rows, first)
+        key = (role, first, rows, blocks, sides)
         bound = self._bound.get(key)
         if bound is None:
             self._scratch.grown = False
-            bound = self._make(role, rows, blocks, *sides)
+            bound = self._make(role, slice(first, first + rows), blocks, *sides)
             if self._scratch.grown:  # older bindings hold the memory that was replaced
                 self._bound.clear()
+            elif len(self._bound) >= KEPT_BINDINGS:
+                self._bound.popitem(last=False)
             self._bound[key] = bound
+        else:
+            self._bound.move_to_end(key)
         return bound
 
-    def _make(self, role: str, rows: int, blocks: int, side: int, step_side: int) -> _Bound:
+    def _make(self, role: str, rows: slice, blocks: int, side: int, step_side: int) -> _Bound:
         session = self._sessions[role]
-        sizes = {"B": rows, "n": blocks, "m": blocks, "C": self.buffers.capacity}
+        first, count = rows.start, rows.stop - rows.start
+        sizes = {"B": count, "n": blocks, "m": blocks, "C": self.buffers.capacity}
         inputs: dict[str, Array] = {}
         for port in session.inputs:
             if port.name in self._ports:
                 pair = self._ports[port.name]
                 which = step_side if pair.scope == "step" else side
-                inputs[port.name] = self.buffers.past(pair, which, rows)
+                inputs[port.name] = self.buffers.past(pair, which, count, first)
             elif port.name == "past_length":
-                inputs[port.name] = self.buffers.past_length[:rows]
+                inputs[port.name] = self.buffers.past_length[rows]
             else:
                 shape = port.resolve(**sizes)
                 inputs[port.name] = self._scratch.view(port.name, port.dtype, shape)
@@ -348,7 +472,7 @@ class SessionEngine:
             leaves = self._presents.get(port.name)
             if leaves is not None and leaves.update == "swap":
                 which = step_side if leaves.scope == "step" else side
-                outputs[port.name] = self.buffers.present(leaves, which, rows)
+                outputs[port.name] = self.buffers.present(leaves, which, count, first)
                 continue
             outputs[port.name] = self._scratch.view(port.name, port.dtype, port.resolve(**sizes))
             if leaves is not None:

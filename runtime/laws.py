@@ -2,7 +2,8 @@
 
 Law 1 cached == recomputed, 2 a denoise writes nothing committed, 3 one commit of k blocks == k
 commits, 4 a row alone == the row in a batch, 5 another back end agrees, 6 the state's size does
-not grow. Laws 1 and 5 take an engine of another kind as reference where the caller has one.
+not grow, 7 a row goes on from its saved state as if nothing had happened. Laws 1 and 5 take an
+engine of another kind as reference where the caller has one.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from typing import Any
 import numpy as np
 
 from fixedstate.bundle import Bundle
-from fixedstate.errors import UsageError
+from fixedstate.errors import StateError, UsageError
 from fixedstate.ports import Array
 from fixedstate.runtime.compare import PortDifference, Tolerance, difference
 from fixedstate.runtime.decoder import open_engine
 from fixedstate.runtime.engine import ReadableEngine, SessionEngine
+from fixedstate.runtime.snapshot import Snapshot
 from fixedstate.spec import ModelSpec
 
 BLOCK_COUNTS = (1, 2, 3, 33)
@@ -31,6 +33,7 @@ TITLES = {
     4: "alone == in a batch",
     5: "reference == this back end",
     6: "state bytes do not grow",
+    7: "save, restore, continue == continue",
 }
 
 EngineFactory = Callable[[int], ReadableEngine]
@@ -132,7 +135,7 @@ def check_bundle(
     only: tuple[int, ...] = (),
     progress: Callable[[str], None] | None = None,
 ) -> list[LawResult]:
-    """Prove laws 1 to 6 on a bundle, with one thread per pass.
+    """Prove laws 1 to 7 on a bundle, with one thread per pass.
 
     Args:
         bundle: The opened bundle.
@@ -187,12 +190,13 @@ def check_engine(
     only: tuple[int, ...] = (),
     progress: Callable[[str], None] | None = None,
 ) -> list[LawResult]:
-    """Prove laws 1 to 6 on engines that `candidate` opens; see :func:`check_bundle`.
+    """Prove laws 1 to 7 on engines that `candidate` opens; see :func:`check_bundle`.
 
     Args:
-        candidate: Opens an engine with that many slots.
+        candidate: Opens an engine with that many slots; it knows its weights.
         precision: Of its ports, for the default tolerance.
-        exact: Whether its rows must be byte-identical alone and in a batch in fp32.
+        exact: Whether its rows must be byte-identical after a restore, and in fp32 alone and in a
+            batch.
         recompute: See :func:`check_bundle`.
         reference: See :func:`check_bundle`.
         tolerance: See :func:`check_bundle`.
@@ -202,10 +206,12 @@ def check_engine(
         progress: See :func:`check_bundle`.
     """
     trial = _Trial(
+        opens=candidate,
         engine=candidate(_SLOTS),
         tolerance=tolerance or Tolerance.of(precision),
         rng=np.random.default_rng(seed),
         exact=exact and precision == "fp32",
+        repeatable=exact,
         block_counts=block_counts,
     )
     laws: dict[int, Callable[[], LawResult]] = {
@@ -214,6 +220,7 @@ def check_engine(
         3: trial.law3,
         4: trial.law4,
         6: trial.law6,
+        7: trial.law7,
     }
     if reference is not None:
         laws[5] = lambda: trial.law5(reference)
@@ -228,16 +235,32 @@ def check_engine(
 
 
 _SLOTS = 4
+_AHEAD = 3  # blocks that a row goes on for from a saved state
+
+
+_Named = dict[str, Array]
+
+
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """A row as bytes, the tokens it went on with, and what it gave at each block."""
+
+    place: str
+    content: bytes
+    tokens: Array
+    went_on: list[_Named]
 
 
 @dataclass(slots=True)
 class _Trial:
     """One engine of four slots and the tokens it is tried on."""
 
+    opens: Callable[[int], SessionEngine]
     engine: SessionEngine
     tolerance: Tolerance
     rng: np.random.Generator
     exact: bool
+    repeatable: bool
     block_counts: tuple[int, ...]
 
     @property
@@ -467,6 +490,79 @@ class _Trial:
         verdict.notes.append(text)
         self.engine.reset(0)
         return verdict.result()
+
+    # --- law 7
+
+    def law7(self) -> LawResult:
+        """Rows saved as bytes go on in another slot, and then in another engine, as they did."""
+        verdict = _Verdict(7, self.tolerance)
+        rows = [row for blocks in self.block_counts if (row := self._save(verdict, blocks))]
+        self._restore(verdict, "slot 3", 3, rows)
+        del self.engine  # with a second one beside it the weights would be in memory twice
+        self.engine = self.opens(2)
+        self._restore(verdict, "another engine", 1, rows)
+        how = "byte for byte" if self.repeatable else "within the tolerance"
+        verdict.notes.append(
+            f"saved after {_list(self.block_counts)} blocks, {_AHEAD} blocks further in another "
+            f"slot and in another engine, {how}"
+        )
+        if self.repeatable:
+            verdict.worst = None
+        return verdict.result()
+
+    def _save(self, verdict: _Verdict, blocks: int) -> _Saved | None:
+        """A row of that many blocks as bytes, and how it goes on without them."""
+        engine, place = self.engine, f"block {blocks}"
+        self._start(engine, self.tokens(1, blocks), whole=True)
+        tokens = self.tokens(1, _AHEAD)
+        tokens[tokens == self.spec.mask_id] = 0 if self.spec.mask_id else 1  # no token to be saved
+        pending = tuple(tokens[0, : self.spec.block_len // 2].tolist())
+        try:
+            content = Snapshot.take(engine, 0, pending, seed=blocks).to_bytes()
+            saved = Snapshot.from_bytes(content)
+        except StateError as err:
+            verdict.fail(f"{place}: {err}")
+            return None
+        verdict.equal(f"{place}, saved", engine.read(0), saved.arrays)
+        if (saved.past_length, saved.pending, saved.seed) != (
+            engine.past_length[0],
+            pending,
+            blocks,
+        ):
+            verdict.fail(f"{place}, saved: past_length, pending ids or seed are others")
+        return _Saved(place, content, tokens, list(self._go_on(0, pending, tokens)))
+
+    def _restore(self, verdict: _Verdict, where: str, slot: int, rows: list[_Saved]) -> None:
+        """Put every row into that slot, over garbage, and let it go on there."""
+        compare = verdict.equal if self.repeatable else verdict.close
+        for row in rows:
+            self.engine.buffers.scribble(slot, self.rng, behind=False)
+            saved = Snapshot.from_bytes(row.content)
+            try:
+                saved.restore(self.engine, slot)
+            except StateError as err:
+                verdict.fail(f"{row.place}, {where}: {err}")
+                continue
+            verdict.equal(f"{row.place}, {where}", saved.arrays, self.engine.read(slot))
+            again = self._go_on(slot, saved.pending, row.tokens)
+            for ahead, (expected, got) in enumerate(zip(row.went_on, again, strict=True), 1):
+                compare(f"{row.place}, {where}, {ahead} blocks further", expected, got)
+
+    def _go_on(self, slot: int, pending: tuple[int, ...], tokens: Array) -> Iterator[_Named]:
+        """The logits of each block, and the state behind the last one."""
+        engine, length = self.engine, self.spec.block_len
+        for block in range(_AHEAD):
+            canvas = self.canvas(1, 0)
+            if block == 0:
+                canvas[0, : len(pending)] = pending
+            found = {}
+            for step in range(2 if self.spec.self_conditioning_width else 1):
+                found[f"logits of pass {step + 1}"] = engine.denoise(canvas, slot).copy()
+            if self.spec.logit_shift:
+                found["last_logits"] = engine.last_logits[slot].copy()
+            piece = tokens[:, block * length : (block + 1) * length]
+            engine.commit(piece, np.array([length]), slot)
+            yield found if block < _AHEAD - 1 else found | engine.read(slot)
 
 
 def _first_pass(engine: ReadableEngine, canvas: Array) -> Array:

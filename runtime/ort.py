@@ -220,7 +220,10 @@ def open_graph(
         BundleError: where its ports differ from those given.
     """
     used = choose_provider(provider, allow_fallback)
-    session = _create(Path(path), used, allow_fallback, _options(threads, optimization))
+    options = _options(threads, optimization)
+    # A plan of the memory is kept for every shape, and T is another one for every request.
+    options.enable_mem_pattern = not any("T" in port.shape for port in inputs)
+    session = _create(Path(path), used, allow_fallback, options)
     if PROVIDERS[used] != session.get_providers()[0]:
         used = "cpu"
     _check_ports(Path(path), session, inputs, outputs)

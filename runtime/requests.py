@@ -6,7 +6,7 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,6 +15,9 @@ from fixedstate.errors import CapacityError, UsageError
 from fixedstate.ports import Array
 from fixedstate.runtime.policies import FixedQuota, Policy, Threshold
 from fixedstate.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from fixedstate.runtime.snapshot import Snapshot
 
 FINISH_REASONS = ("stop", "length", "cancelled", "error")
 PHASES = ("load", "prefill", "denoise", "policy", "commit", "total")
@@ -35,6 +38,7 @@ class Settings:
         temperature: 0 for the most likely token.
         seed: Of this request alone, 0 to 2**64 - 1.
         stop_ids: Ids that end the answer; the first one is its last id.
+        policy: A rule of your own for filling slots, instead of steps and threshold.
     """
 
     max_new_tokens: int = 128
@@ -44,6 +48,7 @@ class Settings:
     temperature: float | None = None
     seed: int = 0
     stop_ids: tuple[int, ...] | None = None
+    policy: Policy | None = None
 
     def __post_init__(self) -> None:
         new = _whole(self.max_new_tokens, "max_new_tokens", 1)
@@ -59,14 +64,26 @@ class Settings:
             _temperature(self.temperature)
         if _whole(self.seed, "seed", 0) >= 2**64:
             raise UsageError(f"seed must be below 2**64; got {self.seed}")
+        if self.policy is not None and (self.steps, self.threshold) != (None, None):
+            raise UsageError("give a policy, or steps and threshold: a policy has its own")
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt (any length, 0 included) and how to go on from it."""
+    """One prompt (any length, 0 included) and how to go on from it.
+
+    Attributes:
+        prompt_ids: Token ids.
+        settings: How it is decoded.
+        prefix: A saved state that the prompt goes on from; it is read, so many requests may
+            share one.
+        keep_state: Whether the result holds the state at the end of the answer.
+    """
 
     prompt_ids: Sequence[int] | Array
     settings: Settings = field(default_factory=Settings)
+    prefix: Snapshot | None = None
+    keep_state: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +149,10 @@ class Result:
         kv_bytes: Bytes of keys and values of this row's committed tokens.
         seconds: By phase, of the passes this request took part in (shared with the other rows
             of those passes). ``total`` is from the start of the call to this request's end, the
-            rest of the loop included and ``load`` left out.
+            rest of the loop included and ``load`` left out. A pass that also commits the block
+            before counts as ``denoise``.
         provider: What the passes really ran on.
+        state: The state behind the answer, where the request asked to keep it.
     """
 
     token_ids: tuple[int, ...]
@@ -146,6 +165,7 @@ class Result:
     kv_bytes: int
     seconds: dict[str, float]
     provider: str
+    state: Snapshot | None = field(default=None, repr=False)
 
     @property
     def tokens_per_pass(self) -> float:
@@ -170,7 +190,7 @@ class Result:
 
 
 def check_decodable(spec: ModelSpec) -> None:
-    """Refuse to decode with a model that has no masked denoising over an exact cache.
+    """Refuse to decode with a model that fills no masks.
 
     Raises:
         UsageError: with the reason.
@@ -180,10 +200,10 @@ def check_decodable(spec: ModelSpec) -> None:
             "this model is autoregressive (objective 'causal', no mask id): it can be checked, "
             "not decoded block by block; export it with --mask-id if it was trained with a mask"
         )
-    if spec.objective == "full":
+    if spec.mask_id is None:
         raise UsageError(
-            "this model looks at the whole sequence (objective 'full'): no exact cache exists "
-            "for it, so it cannot be decoded block by block"
+            f"this model (objective {spec.objective!r}) has no mask id, so there is nothing to "
+            "denoise: export it with --mask-id"
         )
 
 
@@ -198,8 +218,11 @@ def resolve_settings(settings: Settings, spec: ModelSpec, defaults: DecodeDefaul
     threshold = settings.threshold if settings.threshold is not None else defaults.threshold
     heat = settings.temperature if settings.temperature is not None else defaults.temperature
     stop_ids = spec.stop_ids if settings.stop_ids is None else settings.stop_ids
+    policy = settings.policy
+    if policy is None:
+        policy = FixedQuota(steps) if threshold is None else Threshold(float(threshold), steps)
     return Rules(
-        policy=FixedQuota(steps) if threshold is None else Threshold(float(threshold), steps),
+        policy=policy,
         max_new_tokens=settings.max_new_tokens,
         min_new_tokens=settings.min_new_tokens,
         temperature=_temperature(heat),
@@ -236,13 +259,13 @@ def check_tokens(ids: Sequence[int] | Array, spec: ModelSpec, what: str) -> Arra
     return np.ascontiguousarray(array, np.int64)
 
 
-def check_prompt(prompt: Array, spec: ModelSpec, what: str) -> None:
+def check_prompt(prompt_len: int, spec: ModelSpec, what: str) -> None:
     """Refuse an empty prompt where nothing predicts the first position.
 
     Raises:
         UsageError: naming an id to begin with, where the model has one.
     """
-    if spec.logit_shift and not len(prompt):
+    if spec.logit_shift and not prompt_len:
         begin = "" if spec.bos_id is None else f", such as its begin id {spec.bos_id}"
         raise UsageError(
             f"{what} are empty, but this model predicts the next position (logit_shift): nothing "
@@ -250,19 +273,40 @@ def check_prompt(prompt: Array, spec: ModelSpec, what: str) -> None:
         )
 
 
-def check_room(prompt_len: int, max_new_tokens: int, block_len: int, limit: int | None) -> None:
-    """Refuse a request that passes the context limit once it is rounded up to whole blocks.
+def check_room(
+    prompt_len: int,
+    max_new_tokens: int,
+    block_len: int,
+    limit: int | None,
+    *,
+    whole_blocks: bool = True,
+) -> int:
+    """Tokens a request can come to, or a refusal where they pass the context limit.
+
+    Args:
+        prompt_len: Tokens before the first new one, a saved prefix included.
+        max_new_tokens: New tokens at most.
+        block_len: L.
+        limit: Tokens at most; None for no limit.
+        whole_blocks: Whether blocks are cut from token 0; else they begin behind the prompt.
 
     Raises:
-        CapacityError: with the numbers.
+        CapacityError: with the numbers, block rounding included.
     """
-    blocks = math.ceil((prompt_len + max_new_tokens) / block_len)
-    if limit is not None and blocks * block_len > limit:
+    if whole_blocks:
+        blocks = math.ceil((prompt_len + max_new_tokens) / block_len)
+        room = blocks * block_len
+        what = f"take {blocks} blocks of {block_len} = {room} tokens"
+    else:
+        blocks = math.ceil(max_new_tokens / block_len)
+        room = prompt_len + blocks * block_len
+        what = f"({blocks} blocks of {block_len}) take {room} tokens"
+    if limit is not None and room > limit:
         raise CapacityError(
-            f"prompt {prompt_len} + {max_new_tokens} new tokens take {blocks} blocks of "
-            f"{block_len} = {blocks * block_len} tokens; the limit is {limit}: ask for fewer "
-            "new tokens, shorten the prompt or raise the limit"
+            f"prompt {prompt_len} + {max_new_tokens} new tokens {what}; the limit is {limit}: "
+            "ask for fewer new tokens, shorten the prompt or raise the limit"
         )
+    return room
 
 
 def _whole(value: int, name: str, least: int) -> int:

@@ -231,21 +231,21 @@ def bundle_path(
 ) -> Callable[..., Path]:
     """Folder of an exported bundle, made once: ``bundle_path("F3")``.
 
-    Names are those of sample_models or of shipped models; ``precision`` and ``single_graph`` go
-    to the exporter.
+    Names are those of sample_models or of shipped models; ``precision`` and ``fused`` go to the
+    exporter; the fused graph is made where it is asked for, because it takes time.
     """
     from fixedstate.export.pipeline import export_bundle
 
     root = tmp_path_factory.mktemp("bundles")
 
     @functools.cache
-    def made(name: str, precision: str, single_graph: bool) -> Path:
+    def made(name: str, precision: str, fused: bool) -> Path:
         source = name if name.startswith("tiny-") else checkpoint_path(name)
-        target = root / f"{name}-{precision}{'-single' if single_graph else ''}"
-        export_bundle(source, target, precision=precision, single_graph=single_graph)
+        target = root / f"{name}-{precision}{'-fused' if fused else ''}"
+        export_bundle(source, target, precision=precision, fused=fused)
         return target
 
-    def folder(name: str, precision: str = "fp32", single_graph: bool = False) -> Path:
-        return made(name, precision, single_graph)
+    def folder(name: str, precision: str = "fp32", fused: bool = False) -> Path:
+        return made(name, precision, fused)
 
     return folder

@@ -85,7 +85,7 @@ def fuzz_one(index: int, spec: ModelSpec, draws: int, folder: Path) -> int:
         folder / "checkpoint",
         folder / "bundle",
         precision=precision_of(index),
-        single_graph=index % 7 == 3 and spec.objective != "full",
+        fused=index % 7 == 3,
     )
     tried = 0
 

@@ -124,7 +124,7 @@ def odd(tmp_path_factory: pytest.TempPathFactory) -> tuple[SessionEngine, Refere
     tensors = random_tensors(spec, seed=5)
     root = tmp_path_factory.mktemp("odd")
     save_checkpoint(root / "c", spec, tensors)
-    report = export_bundle(root / "c", root / "odd.bundle")
+    report = export_bundle(root / "c", root / "odd.bundle", fused=False)
     return open_engine(report.bundle, threads=1, slots=2), ReferenceModel(spec, tensors)
 
 

@@ -298,7 +298,7 @@ def half(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     tensors["layers.3.mixer.dt_proj.bias"][0] = -60000.0
     root = tmp_path_factory.mktemp("half")
     save_checkpoint(root / "c", spec, tensors, dtype="float16")
-    return export_bundle(root / "c", root / "half.bundle", precision="fp16").bundle
+    return export_bundle(root / "c", root / "half.bundle", precision="fp16", fused=False).bundle
 
 
 def test_NU_07_decays_are_formed_in_float32(half: Bundle) -> None:

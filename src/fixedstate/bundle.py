@@ -16,7 +16,7 @@ from typing import Any
 from fixedstate.errors import BundleError, SpecError, UsageError, require_keys
 from fixedstate.ports import Port
 from fixedstate.spec import ModelSpec
-from fixedstate.state import Precision, StateSpec, graph_ports
+from fixedstate.state import TOP_K, Precision, StateSpec, graph_ports
 
 SCHEMA = 2
 """Schema number this code writes; every older one opens for ever, a newer one is refused."""
@@ -79,6 +79,12 @@ class Graph:
     min_onnxruntime: str
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
+
+    @property
+    def top_k(self) -> int:
+        """Tokens that its ``top_k`` head gives for a slot."""
+        counts = [port.shape[-1] for port in self.outputs if port.name == "top_tokens"]
+        return counts[0] if counts and isinstance(counts[0], int) else TOP_K
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready mapping; the inverse of :meth:`from_dict`."""
@@ -213,7 +219,7 @@ class Bundle:
             digest=digest,
         )
         for role, graph in bundle.graphs.items():
-            if (graph.inputs, graph.outputs) != graph_ports(spec, bundle.state, role):
+            if (graph.inputs, graph.outputs) != graph_ports(spec, bundle.state, role, graph.top_k):
                 raise SpecError(f"the ports of graph {role!r} do not fit the model")
         for name in bundle.hashes():
             if Path(name).name != name or name in ("", ".", ".."):
@@ -383,8 +389,8 @@ def _sync(folder: Path) -> None:
                 os.fsync(stream.fileno())
 
 
-def write_atomic(file: Path, content: bytes) -> None:
-    """Write a file that appears whole or not at all.
+def write_atomic(file: Path, *pieces: bytes | memoryview) -> None:
+    """Write a file of these pieces, one behind the other, that appears whole or not at all.
 
     Raises:
         BundleError: where the disk is full or the folder is not writable.
@@ -393,7 +399,7 @@ def write_atomic(file: Path, content: bytes) -> None:
     try:
         handle, temporary = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.absolute().parent)
         with os.fdopen(handle, "wb") as stream:
-            stream.write(content)
+            stream.writelines(pieces)
             stream.flush()
             os.fsync(stream.fileno())
         Path(temporary).chmod(0o666 & ~umask())

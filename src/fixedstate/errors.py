@@ -9,7 +9,8 @@
     ├── ParityError         numbers differ between two back ends by more than the tolerance
     ├── BackendError        a back end cannot do what was asked (provider, version, dtype)
     ├── CapacityError       a request does not fit; raised before its first pass
-    └── DecodeError         decoding cannot go on (non-finite scores, a state that does not fit)
+    ├── DecodeError         decoding cannot go on (a policy that leaves slots open)
+    └── StateError          a saved state is missing, damaged, newer or of another model
 
 Every message says what was given, what was expected and what to do.
 """
@@ -61,7 +62,11 @@ class CapacityError(FixedStateError):
 
 
 class DecodeError(FixedStateError):
-    """Decoding cannot go on: non-finite scores or a state that does not fit."""
+    """Decoding cannot go on: a policy leaves slots open after its last pass."""
+
+
+class StateError(FixedStateError):
+    """A saved state is missing, damaged, newer, or does not fit the model; nothing was changed."""
 
 
 def require_keys(

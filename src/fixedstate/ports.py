@@ -1,8 +1,8 @@
 """What a port is: name, dtype and dimensions of one graph input or output.
 
 Dimensions are ints or one of the symbols ``B`` (rows), ``n`` (blocks), ``m`` (blocks of a fused
-pass), ``C`` (columns a key or value buffer can hold) and ``T`` (tokens of a full sequence), or a
-product of a symbol and an int such as ``16n``.
+pass), ``C`` (columns a key or value buffer can hold), ``T`` (tokens of a full sequence) and ``R``
+(slots of a block that are asked for), or a product of a symbol and an int such as ``16n``.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ DTYPES: dict[str, int] = {
 }
 """Every dtype a port may have, with its bytes per element."""
 
-SYMBOLS = ("B", "n", "m", "C", "T")
-_DIM = re.compile(r"^(\d+)?([BnmCT])$")
+SYMBOLS = ("B", "n", "m", "C", "T", "R")
+_DIM = re.compile(r"^(\d+)?([BnmCTR])$")
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:

@@ -13,8 +13,19 @@ from fixedstate.errors import SpecError, require_keys
 from fixedstate.ports import Dim, Port, check_dtype
 from fixedstate.spec import ModelSpec
 
-ROLES = ("denoise", "commit", "commit_denoise", "full")
+HEADS = ("logits", "confidence", "entropy", "top_k")
+"""What a denoise pass gives: the scores of all tokens at every slot, or of the slots that are asked
+for the best token and its confidence, these and the entropy, these and the k best tokens."""
+
+_PASSES = ("denoise", "commit", "commit_denoise", "full")
+ROLES = (
+    *_PASSES,
+    *(f"{name}_{head}" for name in ("denoise", "commit_denoise") for head in HEADS[1:]),
+)
 """Graph roles; a target-specific copy is ``role@target``."""
+
+TOP_K = 8
+"""Tokens that a ``top_k`` head gives, unless an export says otherwise."""
 
 _PREFIXES = {"committed": ("past_", "present_"), "step": ("step_in_", "step_out_")}
 _KINDS = ("conv", "ssm", "norm", "key", "value", "soft_embedding")
@@ -264,30 +275,78 @@ def _pair(
     )
 
 
-def graph_ports(
-    spec: ModelSpec, state: StateSpec, role: str
-) -> tuple[tuple[Port, ...], tuple[Port, ...]]:
-    """Inputs and outputs of the graph of one role, in order.
+def split_role(role: str) -> tuple[str, str]:
+    """The pass that a role runs, and what it gives of a denoised block.
 
-    Inputs: ``input_ids``, the ``past_*`` and ``step_in_*`` ports in StateSpec order,
-    ``past_length``, ``commit_length``; outputs: ``present_*`` and ``step_out_*`` in StateSpec
-    order, ``logits``, ``last_logits``. What a graph does not use is left out: a commit pass ends
-    at the last stateful layer (unless it gives ``last_logits``), so it reads no appended keys and
-    values there; ports of scope ``step`` belong to denoise passes.
-
-    Args:
-        spec: The model.
-        state: Its state at the bundle's precision.
-        role: ``denoise``, ``commit``, ``commit_denoise`` or ``full``; ``role@target`` is the same.
+    Example:
+        >>> split_role("commit_denoise_top_k"), split_role("denoise@ort-cpu")
+        (('commit_denoise', 'top_k'), ('denoise', 'logits'))
 
     Raises:
-        SpecError: for a role that the model's objective does not have.
+        SpecError: for a role that is none.
     """
     role = role.partition("@")[0]
     if role not in ROLES:
         raise SpecError(f"graph role {role!r} is unknown; use one of {', '.join(ROLES)}")
-    if (role == "full") != (spec.objective == "full"):
-        raise SpecError(f"a model of objective {spec.objective!r} has no graph {role!r}")
+    for head in HEADS[1:]:
+        if role.endswith(f"_{head}"):
+            return role.removesuffix(f"_{head}"), head
+    return role, "logits"
+
+
+def top_count(spec: ModelSpec, top_k: int) -> int:
+    """Tokens that a ``top_k`` head gives: no more than the model can choose from."""
+    masked = spec.mask_id is not None and spec.mask_id < spec.vocab_size
+    return min(top_k, spec.vocab_size - masked)
+
+
+def head_ports(spec: ModelSpec, head: str, top_k: int = TOP_K) -> tuple[Port, ...]:
+    """What a graph gives of the slots that it is asked for, in order.
+
+    Args:
+        spec: The model.
+        head: One of :data:`HEADS`.
+        top_k: Tokens of a ``top_k`` head; see :func:`top_count`.
+    """
+    if head == "logits":
+        tokens: Dim = "T" if spec.objective == "full" else spec.block_len
+        return (Port("logits", "float32", ("B", tokens, spec.vocab_rows)),)
+    ports = [Port("tokens", "int64", ("B", "R")), Port("confidence", "float32", ("B", "R"))]
+    if head == "entropy":
+        ports.append(Port("entropy", "float32", ("B", "R")))
+    if head == "top_k":
+        count = top_count(spec, top_k)
+        ports.append(Port("top_tokens", "int64", ("B", "R", count)))
+        ports.append(Port("top_confidence", "float32", ("B", "R", count)))
+    return tuple(ports)
+
+
+def graph_ports(
+    spec: ModelSpec, state: StateSpec, role: str, top_k: int = TOP_K
+) -> tuple[tuple[Port, ...], tuple[Port, ...]]:
+    """Inputs and outputs of the graph of one role, in order.
+
+    Inputs: ``input_ids``, the ``past_*`` and ``step_in_*`` ports in StateSpec order,
+    ``past_length``, ``commit_length``, ``open_slots``; outputs: ``present_*`` and ``step_out_*`` in
+    StateSpec order, ``logits`` or those of :func:`head_ports`, ``last_logits``. What a graph does
+    not use is left out: a commit pass ends at the last stateful layer (unless it gives
+    ``last_logits``), so it reads no appended keys and values there; ports of scope ``step`` belong
+    to denoise passes.
+
+    Args:
+        spec: The model.
+        state: Its state at the bundle's precision.
+        role: One of :data:`ROLES`; ``role@target`` is the same.
+        top_k: Tokens that a ``top_k`` head gives.
+
+    Raises:
+        SpecError: for a role that the model's objective does not have.
+    """
+    asked = role.partition("@")[0]
+    role, head = split_role(asked)
+    reduced = head != "logits"
+    if (role == "full") != (spec.objective == "full") or (reduced and spec.objective != "block"):
+        raise SpecError(f"a model of objective {spec.objective!r} has no graph {asked!r}")
     length = spec.block_len
     widths: dict[str, Dim] = {"denoise": length, "commit": f"{length}n", "full": "T"}
     tokens = widths.get(role, f"{length}m")
@@ -310,10 +369,11 @@ def graph_ports(
             new = f"{length}{symbol}"
             shape = tuple(_renamed(dim, f"{length}n", new) for dim in port.present.shape)
             outputs.append(Port(port.present.name, port.present.dtype, shape))
+    if reduced:
+        inputs.append(Port("open_slots", "int64", ("B", "R")))
     if role != "commit":
         outputs += [port.present for port in state.stepped]
-        logit_tokens: Dim = "T" if role == "full" else length
-        outputs.append(Port("logits", "float32", ("B", logit_tokens, spec.vocab_rows)))
+        outputs += head_ports(spec, head, top_k)
     if role in ("commit", "commit_denoise") and spec.logit_shift:
         outputs.append(Port("last_logits", "float32", ("B", spec.vocab_rows)))
     return tuple(inputs), tuple(outputs)

@@ -21,7 +21,7 @@ def test_json_says_what_was_compared(run, tmp_path, scripted_export):
 def test_options_reach_the_exporter(run, tmp_path, scripted_export):
     run(
         *("export", "ckpt", "-o", tmp_path / "out", "--block-len", 16, "--mask-id", 3),
-        *("--stop-id", 4, "--stop-id", 5, "--precision", "fp16", "--single-graph"),
+        *("--stop-id", 4, "--stop-id", 5, "--precision", "fp16", "--no-fused", "--head", "top_k"),
         *("--allow-unexpected", "--conv-layout", "dk"),
     )
     asked = {k: v for k, v in scripted_export.items() if k not in ("hook", "notes", "calls")}
@@ -31,7 +31,9 @@ def test_options_reach_the_exporter(run, tmp_path, scripted_export):
         "mask_id": 3,
         "stop_ids": (4, 5),
         "precision": "fp16",
-        "single_graph": True,
+        "fused": False,
+        "head": "top_k",
+        "top_k": 8,
         "force": False,
         "allow_unexpected": True,
         "conv_layout": "dk",

@@ -222,6 +222,18 @@ def test_watch_shows_open_and_filled_slots(monkeypatch):
     assert view.render().plain == "cdef\n"
 
 
+def test_watch_of_a_whole_sequence_begins_behind_the_prompt(monkeypatch):
+    """No slot of the first block is given by the prompt."""
+    from sample_models import attention_layer, model
+
+    monkeypatch.setattr("sys.stderr", Terminal())
+    spec = model(attention_layer(), objective="full")
+    view = CanvasView(spec, lambda ids: "".join(chr(94 + i) for i in ids), [[3, 4]])
+    canvas = [3, 4] + [spec.mask_id] * 6
+    view.on_pass(PassEvent((0,), np.array([canvas]), (0,), (0,), (2,)))
+    assert [str(span.style) for span in view.render().spans][:3] == ["bold reverse"] * 2 + ["dim"]
+
+
 def test_OR_01_missing_provider_is_an_error(run, bundle):
     """Asked for a card and given the processor in silence: slow, and nobody knows why."""
     done = run("generate", bundle, "--prompt-ids", "3", "--provider", "tensorrt", "--json")
@@ -237,8 +249,8 @@ def test_unknown_provider_is_a_usage_error(run, bundle):
 
 
 @pytest.mark.parametrize("objective", ["causal", "full"])
-def test_model_that_cannot_decode_is_refused_with_the_reason(run, make_bundle, scripted, objective):
-    changes = {"objective": objective, "mask_id": None if objective == "causal" else 36}
+def test_model_without_a_mask_is_refused_with_the_reason(run, make_bundle, scripted, objective):
+    changes = {"objective": objective, "mask_id": None}
     roles = ("full",) if objective == "full" else ("denoise", "commit")
     folder = make_bundle("other.bundle", "F2-forward", roles, **changes)
     done = run("generate", folder, "--prompt-ids", "3")

@@ -8,10 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 
 from fixedstate import __version__
-from fixedstate.cli import VERBS, main
+from fixedstate.cli import VERBS, cli, main
 from fixedstate.cli.output import echo_json
 
 HELP = Path(__file__).with_name("help.txt")
@@ -23,22 +24,35 @@ def fixedstate(*args: str, **options) -> subprocess.CompletedProcess:
     )
 
 
+def commands() -> list[tuple[str, ...]]:
+    """Every command as its words: a verb, or a group and then each command in it."""
+    out: list[tuple[str, ...]] = []
+    for verb in VERBS:
+        found = cli.get_command(click.Context(cli), verb)
+        out += [(verb,), *((verb, name) for name in getattr(found, "commands", ()))]
+    return out
+
+
+GROUPS = {words[:1] for words in commands() if len(words) > 1}
+
+
 def test_help_is_as_recorded(run):
     """The words of the command line are an interface: a change of them shows in the diff.
 
     `UPDATE_HELP=1 pytest tests/cli/test_main.py` records them anew.
     """
-    pages = [run("--help").out, *(run(verb, "--help").out for verb in VERBS)]
+    pages = [run("--help").out, *(run(*words, "--help").out for words in commands())]
     text = "\n".join(pages)
     if os.environ.get("UPDATE_HELP") == "1":
         HELP.write_text(text)
     assert text == HELP.read_text()
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_has_json_and_debug(run, verb):
-    text = run(verb, "--help").out
-    assert "--json" in text
+@pytest.mark.parametrize("words", sorted(set(commands()) - GROUPS), ids=" ".join)
+def test_every_command_has_json_and_debug(run, words):
+    """JSON by an option, or as the only form there is."""
+    text = run(*words, "--help").out
+    assert "JSON" in text
     assert "--debug" in text
 
 

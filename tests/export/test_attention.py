@@ -401,7 +401,7 @@ def test_exported_models_keep_the_laws(tmp_path, name: str) -> None:
     spec = EXPORTED[name]
     save_checkpoint(tmp_path / "checkpoint", spec, random_tensors(spec, seed=2))
     fused = name == "window"
-    report = export_bundle(tmp_path / "checkpoint", tmp_path / "bundle", single_graph=fused)
+    report = export_bundle(tmp_path / "checkpoint", tmp_path / "bundle", fused=fused)
     assert report.parity["passed"]
     results = check_bundle(report.bundle)
     assert {result.law for result in results} == {1, 2, 3, 4, 6}

@@ -61,7 +61,7 @@ def graphs(bundle_path) -> Callable[[str], dict[str, onnx.ModelProto]]:
 
     @functools.cache
     def read(name: str) -> dict[str, onnx.ModelProto]:
-        folder = bundle_path(name, single_graph=True) if name == "F3" else bundle_path(name)
+        folder = bundle_path(name, fused=True) if name == "F3" else bundle_path(name)
         return {
             file.stem: onnx.load(file, load_external_data=False)
             for file in sorted(folder.glob("*.onnx"))
@@ -118,7 +118,7 @@ class Refuse(importlib.abc.MetaPathFinder):
 
 sys.meta_path.insert(0, Refuse())
 from fixedstate.export.pipeline import export_bundle
-export_bundle(*sys.argv[1:])
+export_bundle(*sys.argv[1:], fused=False)
 print(json.dumps(asked))
 """
 
@@ -420,14 +420,14 @@ def test_EX_03_a_wrong_graph_is_never_written(
     monkeypatch.setattr(pipeline, "trace", traced_f2)
     break_it(fault, monkeypatch)
     with pytest.raises(ParityError, match=r"trials, worst at .*, port .*: .*allowed at fp32"):
-        export_bundle(checkpoint_path("F2"), tmp_path / "out")
+        export_bundle(checkpoint_path("F2"), tmp_path / "out", fused=False)
     assert left_behind(tmp_path) == []
 
 
 def test_EX_03_the_same_road_without_a_fault(tmp_path, monkeypatch, checkpoint_path, traced_f2):
     """What makes the test above say something."""
     monkeypatch.setattr(pipeline, "trace", traced_f2)
-    report = export_bundle(checkpoint_path("F2"), tmp_path / "out")
+    report = export_bundle(checkpoint_path("F2"), tmp_path / "out", fused=False)
     assert report.parity["passed"]
     assert report.parity["worst"]["max_abs"] <= 1e-5
 
@@ -574,7 +574,7 @@ def test_EX_06_no_phase_is_frozen(opened):
 @pytest.mark.parametrize("name", NAMES)
 def test_EX_07_ports_stand_in_the_documented_order(graphs, bundle_path, name):
     """Graph, manifest and StateSpec list the same names, dtypes and shapes in one order."""
-    folder = bundle_path(name, single_graph=True) if name == "F3" else bundle_path(name)
+    folder = bundle_path(name, fused=True) if name == "F3" else bundle_path(name)
     bundle = Bundle.open(folder)
     assert set(graphs(name)) == set(bundle.graphs)
     for role, file in graphs(name).items():
@@ -754,7 +754,7 @@ def foreign(model_: ir.Model, *kinds: tuple[str, str]) -> None:
 @pytest.fixture
 def graph_f3(bundle_path):
     """A finished graph, its ports, and a call that lints it."""
-    bundle = Bundle.open(bundle_path("F3", single_graph=True))
+    bundle = Bundle.open(bundle_path("F3", fused=True))
     listed = bundle.graphs["commit"]
     model_ = ir.load(bundle.path / listed.file)
     return model_, lambda: passes.lint(model_, listed.inputs, listed.outputs)
@@ -928,7 +928,7 @@ def test_EX_14_a_window_keeps_its_size_and_its_numbers(tmp_path):
         assert port.past.shape == port.present.shape == ("B", 2, 18, 8)
         assert port.update == "swap"
     checkpoint = random_checkpoint(tmp_path / "checkpoint", spec)
-    bundle = export_bundle(checkpoint, tmp_path / "out").bundle
+    bundle = export_bundle(checkpoint, tmp_path / "out", fused=False).bundle
     engine = open_engine(bundle, threads=1)
     ids = np.random.default_rng(14).integers(0, spec.vocab_size, (1, 101 * 4))
     seen = []

@@ -129,7 +129,7 @@ def test_VE_02_an_output_that_is_zero_everywhere_passes():
 @pytest.mark.parametrize("name", FOUR)
 def test_VE_05_the_report_says_what_was_compared(bundle_path, name):
     """Every graph, batch, block count and ragged length; both sides; the tolerance in force."""
-    folder = bundle_path(name, single_graph=True) if name == "F3" else bundle_path(name)
+    folder = bundle_path(name, fused=True) if name == "F3" else bundle_path(name)
     report = json.loads((folder / PARITY).read_text())
     assert report["passed"]
     assert report["reference"].startswith("PyTorch float32 on cpu")
@@ -162,7 +162,7 @@ def test_VE_05_half_precision_has_its_own_tolerance(bundle_path):
 @pytest.mark.parametrize("name", ["F1", *FOUR])
 def test_OR_06_weights_are_in_the_side_file_once(bundle_path, name):
     """Every weight of every graph points into one file, whatever its size; graphs stay small."""
-    folder = bundle_path(name, single_graph=True) if name == "F3" else bundle_path(name)
+    folder = bundle_path(name, fused=True) if name == "F3" else bundle_path(name)
     stored = load_file(folder / WEIGHTS)
     used = set()
     for file in folder.glob("*.onnx"):

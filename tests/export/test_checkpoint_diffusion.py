@@ -23,7 +23,7 @@ from fixedstate.errors import CheckpointError, UsageError
 from fixedstate.export.checkpoint import Checkpoint, load_checkpoint
 from fixedstate.export.denoiser import Denoiser
 from fixedstate.export.pipeline import export_bundle
-from fixedstate.runtime import Request, load
+from fixedstate.runtime import Request, Settings, load
 from fixedstate.runtime.decoder import open_engine
 from fixedstate.runtime.laws import check_bundle
 from fixedstate.runtime.ort import open_sessions
@@ -220,7 +220,9 @@ def test_bd3lm_equals_the_network_with_nothing_folded(tmp_path: Path) -> None:
 def test_bd3lm_as_a_bundle(tmp_path: Path) -> None:
     """Exported and run on ONNX Runtime over its cache: the logits of the published network."""
     tensors = bd3lm_tensors()
-    report = export_bundle(write(tmp_path / "c", BD3LM, tensors), tmp_path / "b.bundle")
+    report = export_bundle(
+        write(tmp_path / "c", BD3LM, tensors), tmp_path / "b.bundle", fused=False
+    )
     assert report.bundle.decode.train_length == 64
     engine = open_engine(report.bundle, threads=1, slots=2)
     tokens = ids(4 * BLOCK)
@@ -462,7 +464,7 @@ def test_dimamba_equals_the_network_with_nothing_folded(
 
 
 def test_dimamba_as_a_bundle(tmp_path: Path) -> None:
-    """One graph over whole texts of any length on ONNX Runtime; nothing decodes from it."""
+    """One graph over whole texts of any length on ONNX Runtime, and tokens without a cache."""
     tensors = dimamba_tensors(HUB)
     bundle = export_bundle(write(tmp_path / "c", HUB, tensors), tmp_path / "b", **OPTIONS).bundle
     assert list(bundle.graphs) == ["full"]
@@ -473,8 +475,9 @@ def test_dimamba_as_a_bundle(tmp_path: Path) -> None:
         np.testing.assert_allclose(found, dimamba_logits(tensors, tokens), atol=1e-4)
     with pytest.raises(UsageError, match="looks at the whole sequence"):
         check_bundle(bundle)
-    with load(bundle.path) as decoder, pytest.raises(UsageError, match="whole sequence"):
-        decoder.generate([Request([1, 2])])
+    with load(bundle.path) as decoder:
+        (result,) = decoder.generate([Request([1, 2], Settings(max_new_tokens=9, stop_ids=()))])
+    assert (len(result.token_ids), result.blocks, result.state_bytes) == (9, 2, 0)
 
 
 def test_dimamba_as_a_spec(tmp_path: Path) -> None:

@@ -321,7 +321,6 @@ def test_a_tokenizer_of_another_model(tmp_path):
         ({"precision": "fp16"}, "--precision fp16"),
         ({"block_len": 8}, "--block-len"),
         ({"mask_id": 0}, "--mask-id"),
-        ({"single_graph": True}, "--single-graph"),
         ({"conv_layout": "dk"}, "--conv-layout"),
     ],
 )

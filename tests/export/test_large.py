@@ -179,7 +179,12 @@ def test_an_export_by_parts_gives_the_same_bundle(bundle_path, checkpoint_path, 
     whole = Bundle.open(bundle_path("F2", precision="fp16"))
     said: list[str] = []
     found = export_bundle(
-        checkpoint_path("F2"), tmp_path / "b", precision="fp16", whole_up_to=0, progress=said.append
+        checkpoint_path("F2"),
+        tmp_path / "b",
+        precision="fp16",
+        fused=False,
+        whole_up_to=0,
+        progress=said.append,
     )
     assert found.bundle.digest == whole.digest
     assert json.loads((whole.path / PARITY).read_text())["scope"] == "whole graphs"

@@ -42,7 +42,7 @@ def test_export_equals_pytorch(tmp_path: Path, name: str) -> None:
     """The exporter's own comparison, over batches, block counts and ragged lengths, passes."""
     spec, precision, single = SPECS[name]
     save_checkpoint(tmp_path / "c", spec, random_tensors(spec, seed=9))
-    export_bundle(tmp_path / "c", tmp_path / "b", precision=precision, single_graph=single)
+    export_bundle(tmp_path / "c", tmp_path / "b", precision=precision, fused=single)
     for file in (tmp_path / "b").glob("*.onnx"):
         functions = onnx.load(file, load_external_data=False).functions
         scans = [function for function in functions if function.name.startswith("SelectiveScan")]

@@ -145,23 +145,44 @@ def test_several_prompts_of_unequal_length(spec, slots):
         assert results[i].token_ids == tuple(p % 30 for p in range(n, n + 5 + 3 * i))
 
 
-def test_prefill_slices_are_counted_from_the_rows_first_token(spec):
-    """A row's slices never depend on its neighbours."""
-    seen = []
+class Slices(ScriptedEngine):
+    """Notes (tokens before, tokens) of every row of every commit call."""
 
-    class Recorder(ScriptedEngine):
-        def commit(self, ids, commit_length):
-            seen.append((ids.shape, tuple(commit_length)))
-            super().commit(ids, commit_length)
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.calls = []
 
-    requests = [Request([1] * n, Settings(max_new_tokens=1)) for n in (43, 12, 40, 3)]
-    decode_all(Recorder(spec), requests, defaults=DecodeDefaults(prefill_blocks=2))
-    assert seen == [
-        ((2, 16), (16, 16)),
-        ((2, 16), (16, 16)),
-        ((2, 8), (8, 8)),
-        ((1, 8), (8,)),
-    ]
+    def commit(self, ids, commit_length, first=0):
+        past = self.past_length[first : first + len(ids)]
+        self.calls.append([(int(p), int(c)) for p, c in zip(past, commit_length, strict=True)])
+        super().commit(ids, commit_length, first)
+
+
+@pytest.mark.parametrize("slots", [1, 2, 4])
+def test_prefill_slices_are_counted_from_the_rows_first_token(spec, slots):
+    """A row's slices never depend on its neighbours, and no call is larger than a slice."""
+    engine = Slices(spec, slots=slots)
+    requests = [Request([i] * n, Settings(1)) for i, n in enumerate((43, 12, 40, 3, 32))]
+    decode_all(engine, requests, defaults=DecodeDefaults(prefill_blocks=2))
+    seen = sorted(row for call in engine.calls for row in call)
+    assert seen == sorted([(0, 16), (16, 16), (32, 8)] * 2 + [(0, 8)] + [(0, 16), (16, 16)])
+    assert all(sum(count for _, count in call) <= 16 for call in engine.calls)
+
+
+def test_a_long_prompt_stalls_nobody(spec):
+    """Between two passes of a row that decodes, one slice of prompts is committed at most."""
+    engine = Slices(spec, slots=3)
+    happened = []
+    passes, commits = engine.denoise, engine.commit
+    engine.denoise = lambda *a: (happened.append("pass"), passes(*a))[1]
+    engine.commit = lambda ids, n, first: (happened.append("commit"), commits(ids, n, first))[1]
+    requests = [Request([1], Settings(7)), Request([2] * 400, Settings(1)), Request([3] * 16)]
+    decode_all(engine, requests, defaults=DecodeDefaults(prefill_blocks=1))
+    begun = happened.index("pass")
+    assert "pass" in happened[begun + 1 :]
+    first = "".join("p" if word == "pass" else "c" for word in happened)[:16]
+    assert "cc" not in first
+    assert [call[0][0] for call in engine.calls[:4]] == [0, 0, 8, 8]  # long and short take turns
 
 
 def test_ctrl_c_keeps_finished_blocks(spec):
@@ -251,7 +272,7 @@ def test_wrong_requests_are_refused_in_one_sentence(engine, prompt, settings, me
     ("changes", "message"),
     [
         ({"objective": "causal", "mask_id": None}, "autoregressive"),
-        ({"objective": "full"}, "whole sequence"),
+        ({"objective": "full", "mask_id": None}, "no mask id"),
     ],
 )
 def test_models_without_block_decoding_are_refused(changes, message):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from toy_bundle import toy_spec
 
-from fixedstate.errors import CapacityError, DecodeError
+from fixedstate.errors import CapacityError, StateError
 from fixedstate.runtime.buffers import StateBuffers
 from fixedstate.state import Precision, StateSpec
 
@@ -132,7 +132,7 @@ def test_read_and_write_are_inverse():
     for name, array in one.read(0).items():
         assert (two.read(2)[name] == array).all()
     before = two.hash()
-    with pytest.raises(DecodeError, match="'key_000' has shape"):
+    with pytest.raises(StateError, match="'key_000' has shape"):
         two.write(1, one.read(0), 8)
     assert two.hash() == before
 

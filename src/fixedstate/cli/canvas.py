@@ -52,7 +52,8 @@ class CanvasView:
             event.rows, event.canvases.tolist(), event.blocks, event.steps, strict=True
         ):
             before = self._canvas.get(row) if step else None
-            given = self._prompt_lengths[row] % len(canvas) if block == 0 else 0
+            whole = self._spec.objective == "full"  # blocks begin behind the prompt
+            given = 0 if block or whole else self._prompt_lengths[row] % len(canvas)
             self._given[row] = given
             self._fresh[row] = {
                 slot

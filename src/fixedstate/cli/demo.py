@@ -65,7 +65,7 @@ def _export(model: str, folder: Path, tell: Any) -> Bundle:
         mask_id=None,
         stop_ids=None,
         precision="fp32",
-        single_graph=False,
+        fused=False,
         force=False,
         allow_unexpected=False,
         conv_layout=None,

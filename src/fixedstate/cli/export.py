@@ -43,7 +43,27 @@ if TYPE_CHECKING:
     show_default=True,
     help="Numbers of the graphs; scan state stays float32. fp16 is for GPUs.",
 )
-@click.option("--single-graph", is_flag=True, help="Add the fused graph that commits and denoises.")
+@click.option(
+    "--fused/--no-fused",
+    default=True,
+    show_default=True,
+    help="Add the graph that commits a block and denoises the next in one pass.",
+)
+@click.option(
+    "--head",
+    type=click.Choice(["logits", "confidence", "entropy", "top_k"]),
+    default="logits",
+    show_default=True,
+    help="Add graphs that give just that of each open slot, for policies that need no more.",
+)
+@click.option(
+    "--top-k",
+    type=POSITIVE,
+    metavar="N",
+    default=8,
+    show_default=True,
+    help="Tokens that the head top_k gives.",
+)
 @click.option(
     "--allow-unexpected", is_flag=True, help="Leave out tensors that the model does not use."
 )

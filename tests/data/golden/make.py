@@ -44,7 +44,7 @@ def main() -> None:
         spec = MODELS["F2-forward"]
         save_checkpoint(checkpoint, spec, random_tensors(spec, seed=11), tokenizer=words)
         (checkpoint / "LICENSE").write_text("Apache License 2.0: random weights of this project.\n")
-        export_bundle(checkpoint, folder / "bundle")
+        export_bundle(checkpoint, folder / "bundle", fused=False)
     bundle = Bundle.open(folder / "bundle")
     engine = open_engine(bundle, threads=1)
     ids = np.random.default_rng(0).integers(0, bundle.spec.vocab_size, (1, 3 * 8))

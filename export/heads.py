@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fixedstate.export.layers import LANES
 from fixedstate.spec import ModelSpec
 from fixedstate.state import top_count
 
@@ -48,7 +49,7 @@ def head_values(head: str, logits: Tensor, spec: ModelSpec, top_k: int) -> dict[
     out = {"tokens": tokens, "confidence": (one / total)[..., 0]}
     if head == "entropy":
         spread = _sum(others * below.clamp(min=_NOTHING))
-        out["entropy"] = (total.log() - spread / total)[..., 0]
+        out["entropy"] = (_log(total) - spread / total)[..., 0]
     if head == "top_k":
         top, ids = scores.topk(top_count(spec, top_k), -1)
         out["top_tokens"] = ids
@@ -66,6 +67,11 @@ def _allowed(spec: ModelSpec) -> Tensor | None:
         unmasked = ids != spec.mask_id
         allowed = unmasked if allowed is None else allowed & unmasked
     return allowed
+
+
+def _log(x: Tensor) -> Tensor:
+    """Logarithm of [B, R, 1], the same bytes for a row alone: whole vectors have one form of it."""
+    return x.expand(*x.shape[:-1], LANES).log()[..., :1]
 
 
 def _sum(x: Tensor) -> Tensor:

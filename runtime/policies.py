@@ -27,6 +27,7 @@ class PassView:
         scores: Chosen tokens and confidences of the open slots.
         step: (k,) int64, the pass inside the block, from 0.
         v: (k, L) float64 in (0, 1), for policies that take positions at random; else None.
+        logits: (k, L, V) float32 of every slot, for a policy that needs ``logits``; else None.
         state: What the policy itself returned for these rows last time; None at a block's start.
     """
 
@@ -36,6 +37,7 @@ class PassView:
     step: Array
     v: Array | None = None
     state: Any = None
+    logits: Array | None = None
 
     @property
     def open(self) -> Array:
@@ -63,9 +65,16 @@ class Reveal:
 
 
 class Policy(Protocol):
-    """A rule for filling slots; a frozen value, so equal policies of many rows run as one."""
+    """A rule for filling slots; a frozen value, so equal policies of many rows run as one.
+
+    Attributes:
+        monotone: Whether it fills a slot in every pass and never touches a filled one.
+        needs: What it reads of a pass, one of :data:`fixedstate.state.HEADS`: tokens and
+            ``confidence``; these and ``entropy``; these and ``top_k``; or all ``logits``.
+    """
 
     monotone: ClassVar[bool]
+    needs: ClassVar[str]
 
     @property
     def steps(self) -> int:
@@ -109,6 +118,7 @@ class FixedQuota:
     steps: int
 
     monotone: ClassVar[bool] = True
+    needs: ClassVar[str] = "confidence"
 
     def __post_init__(self) -> None:
         check_steps(self.steps)
@@ -133,6 +143,7 @@ class Threshold:
     steps: int
 
     monotone: ClassVar[bool] = True
+    needs: ClassVar[str] = "confidence"
 
     def __post_init__(self) -> None:
         check_steps(self.steps)

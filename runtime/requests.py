@@ -78,12 +78,15 @@ class Request:
         prefix: A saved state that the prompt goes on from; it is read, so many requests may
             share one.
         keep_state: Whether the result holds the state at the end of the answer.
+        keep_tokens: False for answers without end: their tokens come with the block events and
+            are not kept for the result.
     """
 
     prompt_ids: Sequence[int] | Array
     settings: Settings = field(default_factory=Settings)
     prefix: Snapshot | None = None
     keep_state: bool = False
+    keep_tokens: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +142,9 @@ class Result:
     """What came of one request.
 
     Attributes:
-        token_ids: The new tokens; a stop id that ended the answer is the last of them.
+        token_ids: The new tokens; a stop id that ended the answer is the last of them. Empty
+            where the request did not keep them.
+        new_tokens: How many new tokens there were.
         finish_reason: ``stop``, ``length``, ``cancelled`` or ``error``.
         error: What went wrong, where the reason is ``error``.
         blocks: Generated blocks, the last, shorter one included.
@@ -156,6 +161,7 @@ class Result:
     """
 
     token_ids: tuple[int, ...]
+    new_tokens: int
     finish_reason: str
     error: str | None
     blocks: int
@@ -170,12 +176,13 @@ class Result:
     @property
     def tokens_per_pass(self) -> float:
         """New tokens per denoise pass; 0 before the first pass."""
-        return len(self.token_ids) / self.denoise_passes if self.denoise_passes else 0.0
+        return self.new_tokens / self.denoise_passes if self.denoise_passes else 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready mapping."""
         return {
             "token_ids": list(self.token_ids),
+            "new_tokens": self.new_tokens,
             "finish_reason": self.finish_reason,
             "error": self.error,
             "blocks": self.blocks,

@@ -31,7 +31,10 @@ class Row:
         whole_blocks: Whether blocks are cut from its first token.
         prefix: The saved state it begins with.
         keep_state: Whether the state behind its answer is wanted.
-        tokens: The answer so far.
+        keep_tokens: Whether the answer is kept here, besides being handed over block by block.
+        tokens: The answer so far, where it is kept.
+        count: Tokens of the answer so far.
+        last: What of prompt and answer stands in the block that ended it.
         blocks: Finished blocks of the answer.
         step: Passes of the current block so far.
         passes: Denoise passes so far.
@@ -56,7 +59,10 @@ class Row:
     whole_blocks: bool = True
     prefix: Snapshot | None = None
     keep_state: bool = False
+    keep_tokens: bool = True
     tokens: list[int] = field(default_factory=list)
+    count: int = 0
+    last: Array = field(default_factory=lambda: _NONE)
     blocks: int = 0
     step: int = 0
     passes: int = 0
@@ -99,11 +105,11 @@ class Row:
     @property
     def bans_stops(self) -> bool:
         """Whether a slot of the current block lies before min_new_tokens."""
-        return bool(self.rules.stop_ids) and len(self.tokens) < self.rules.min_new_tokens
+        return bool(self.rules.stop_ids) and self.count < self.rules.min_new_tokens
 
     def banned(self) -> tuple[Array, tuple[int, ...]]:
         """(L,) bool, the slots where a stop id may not stand, and the stop ids."""
-        new = np.arange(self.block_len) - len(self.remainder) + len(self.tokens)
+        new = np.arange(self.block_len) - len(self.remainder) + self.count
         return new < self.rules.min_new_tokens, self.rules.stop_ids
 
     def close_block(self, canvas: Sequence[int]) -> BlockEvent:
@@ -112,21 +118,19 @@ class Row:
         Args:
             canvas: (L,) ids, none of them the mask.
         """
-        rules = self.rules
-        new = list(canvas[len(self.remainder) :])
-        new = new[: rules.max_new_tokens - len(self.tokens)]
+        rules, fixed = self.rules, len(self.remainder)
+        new = list(canvas[fixed:])[: rules.max_new_tokens - self.count]
         stop = next((i for i, token in enumerate(new) if token in rules.stop_ids), None)
         if stop is not None:
             new = new[: stop + 1]
-        self.tokens += new
-        self.blocks += 1
+        self.count += len(new)
+        if self.keep_tokens:
+            self.tokens += new
         if stop is not None:
             self.reason = "stop"
-        elif len(self.tokens) >= rules.max_new_tokens:
+        elif self.count >= rules.max_new_tokens:
             self.reason = "length"
+        if self.reason is not None:
+            self.last = np.array(canvas[: fixed + len(new)], np.int64)
+        self.blocks += 1
         return BlockEvent(self.request, self.blocks - 1, tuple(new), self.reason)
-
-    def tail(self) -> Array:
-        """Tokens of prompt and answer that the engine does not hold yet, once it has ended."""
-        done = self.committed - self.block_len * self.pending - self.base
-        return np.array([*self.prompt.tolist(), *self.tokens][done:], np.int64)

@@ -256,6 +256,7 @@ class Scheduler:
         rules = resolve_settings(settings, spec, self._defaults)
         row = Row(number, prompt, rules, spec.block_len, room, base, whole)
         row.prefix, row.keep_state = request.prefix, request.keep_state
+        row.keep_tokens = request.keep_tokens
         row.started = time.perf_counter()
         return row
 
@@ -272,6 +273,7 @@ class Scheduler:
             row.state = self._state_behind(slot, row)
         self._results[row.request] = Result(
             token_ids=tuple(row.tokens),
+            new_tokens=row.count,
             finish_reason=reason,
             error=row.error,
             blocks=row.blocks,
@@ -290,7 +292,9 @@ class Scheduler:
         """The state behind all tokens of prompt and answer; None while the prompt is not in it."""
         if slot >= self._active:
             return None
-        tail, length = row.tail(), self._spec.block_len
+        length = self._spec.block_len
+        finished = self._both[slot, : length * row.pending]
+        tail = np.concatenate([finished, row.remainder, row.last])
         whole = len(tail) // length * length
         if whole:
             self._engine.commit(tail[None, :whole], np.array([whole]), slot)

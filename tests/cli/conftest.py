@@ -123,6 +123,8 @@ class ScriptedEngine:
 
     limit = None
     provider = "scripted"
+    fuses = False
+    whole_blocks = True
 
     def __init__(self, spec, slots, limit=None, *, interrupt_at=None, bad_row_at=None):
         self.spec, self.slots, self.limit = spec, slots, limit
@@ -130,13 +132,16 @@ class ScriptedEngine:
         self.passes = 0
         self.interrupt_at, self.bad_row_at = interrupt_at, bad_row_at
 
-    def reset(self, slot):
+    def reset(self, slot, room=0):
         self.past_length[slot] = 0
 
     def move(self, source, target):
         self.past_length[target] = self.past_length[source]
 
-    def denoise(self, ids):
+    def swap(self, row, other):
+        self.past_length[[row, other]] = self.past_length[[other, row]]
+
+    def denoise(self, ids, first=0):
         if self.passes == self.interrupt_at:
             raise KeyboardInterrupt
         self.passes += 1
@@ -144,13 +149,13 @@ class ScriptedEngine:
         logits = np.zeros((rows, length, self.spec.vocab_rows), np.float32)
         for row in range(rows):
             for slot in range(length):
-                logits[row, slot, script(int(self.past_length[row]), slot)] = 9.0
+                logits[row, slot, script(int(self.past_length[first + row]), slot)] = 9.0
         if self.bad_row_at is not None and self.passes == 1:
             logits[self.bad_row_at] = np.nan
         return logits
 
-    def commit(self, ids, commit_length):
-        self.past_length[: len(commit_length)] += commit_length
+    def commit(self, ids, commit_length, first=0):
+        self.past_length[first : first + len(commit_length)] += commit_length
 
     def state_bytes(self):
         return 1536

@@ -29,6 +29,7 @@ from fixedstate.runtime.full import KEPT_BINDINGS, FullEngine
 from fixedstate.runtime.laws import check_bundle
 from fixedstate.runtime.loop import Stream
 from fixedstate.runtime.ort import open_sessions
+from fixedstate.runtime.prefix import make_prefix
 from fixedstate.runtime.session import check_binding, check_names
 from fixedstate.state import StateSpec, graph_ports
 
@@ -508,7 +509,13 @@ def test_a_state_can_neither_be_kept_nor_begun_from(wish):
     engine, graph = scripted_engine(position)
     with pytest.raises(UsageError, match="objective 'full'.*carries no state"):
         decode_all(engine, [Request([1], **wish)])
+    with pytest.raises(UsageError, match="objective 'full'.*carries no state"):
+        make_prefix(engine, [1, 2], 16)
     assert graph.calls == []
+    with Stream(engine, [Request([1])]) as stream:
+        next(stream)
+        with pytest.raises(UsageError, match="objective 'full'.*carries no state"):
+            stream.snapshot()
 
 
 def test_a_model_without_a_mask_is_refused():

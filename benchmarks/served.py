@@ -34,6 +34,7 @@ class NullEngine:
 
     provider = "null"
     fuses = whole_blocks = True
+    head = "logits"
     limit = None
 
     def __init__(self, slots: int, block_len: int = 16) -> None:
@@ -64,6 +65,10 @@ class NullEngine:
 
     def swap(self, row: int, other: int) -> None:
         """Nothing."""
+
+    def prefers_fused(self, rows: int, others: int) -> bool:
+        """Always."""
+        return True
 
     def state_bytes(self) -> int:
         """None."""

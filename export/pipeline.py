@@ -37,7 +37,7 @@ from fixedstate.export.trace import trace, without_weights
 from fixedstate.export.weightfile import point_at_weights, write_weights
 from fixedstate.plugins.torch_ops import TRACED
 from fixedstate.spec import ModelSpec
-from fixedstate.state import HEADS, TOP_K, Precision
+from fixedstate.state import HEADS, TOP_K, Precision, head_role
 
 Say = Callable[[str], None]
 
@@ -172,7 +172,7 @@ def _roles(spec: ModelSpec, fused: bool, head: str, top_k: int) -> list[str]:
     if spec.objective == "full":
         return ["full"]
     denoising = ["denoise"] + (["commit_denoise"] if fused else [])
-    reduced = [] if head == "logits" else [f"{role}_{head}" for role in denoising]
+    reduced = [] if head == "logits" else [head_role(role, head) for role in denoising]
     return ["denoise", "commit", *denoising[1:], *reduced]
 
 

@@ -6,11 +6,20 @@ Example:
     0
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from fixedstate.runtime.decoder import Decoder, load
 from fixedstate.runtime.loop import Stream
 from fixedstate.runtime.requests import BlockEvent, PassEvent, Request, Result, Settings
 
+if TYPE_CHECKING:
+    from fixedstate.runtime.aio import AsyncAnswer, AsyncDecoder
+
 __all__ = [
+    "AsyncAnswer",
+    "AsyncDecoder",
     "BlockEvent",
     "Decoder",
     "PassEvent",
@@ -20,3 +29,12 @@ __all__ = [
     "Stream",
     "load",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """What needs asyncio, imported on use: it takes a tenth of the time of everything else."""
+    if name in ("AsyncAnswer", "AsyncDecoder"):
+        from fixedstate.runtime import aio
+
+        return getattr(aio, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

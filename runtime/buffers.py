@@ -52,7 +52,7 @@ class StateBuffers:
         self.slots = slots
         self.limit = limit
         self.past_length: Array = np.zeros(slots, np.int64)
-        self._base = max(LEAST_CAPACITY, block_len)
+        self._block_len = block_len
         self.capacity = self._capacity_for(capacity) if state.appended else 0
         self._side: Array = np.zeros(slots, np.int64)
         self._step_side: Array = np.zeros(slots, np.int64)
@@ -77,10 +77,7 @@ class StateBuffers:
         return self._allocate(port), self._allocate(port)
 
     def _capacity_for(self, need: int) -> int:
-        capacity = self._base
-        while capacity < need:
-            capacity *= 2
-        return capacity if self.limit is None else min(capacity, max(self.limit, 1))
+        return columns_for(need, self._block_len, self.limit)
 
     # --- what a pass reads and writes
 
@@ -222,12 +219,16 @@ class StateBuffers:
             array[[row, other], :, :used] = array[[other, row], :, :used]
         self.past_length[[row, other]] = self.past_length[[other, row]]
 
+    def views(self, row: int) -> dict[str, Array]:
+        """A row's committed state by suffix, where it lies: read it before the next pass."""
+        out = {suffix: pair[self._side[row]][row] for suffix, pair in self._pairs.items()}
+        used = self.past_length[row]
+        out |= {suffix: array[row, :, :used] for suffix, array in self._columns.items()}
+        return {port.suffix: out[port.suffix] for port in self.state.committed}
+
     def read(self, row: int) -> dict[str, Array]:
         """A copy of a row's committed state by suffix; append ports hold their used columns."""
-        out = {suffix: pair[self._side[row]][row].copy() for suffix, pair in self._pairs.items()}
-        used = self.past_length[row]
-        out |= {suffix: array[row, :, :used].copy() for suffix, array in self._columns.items()}
-        return {port.suffix: out[port.suffix] for port in self.state.committed}
+        return {suffix: array.copy() for suffix, array in self.views(row).items()}
 
     def write(
         self,
@@ -345,6 +346,14 @@ def check_arrays(state: StateSpec, arrays: Mapping[str, Array], past_length: int
                 f"state {suffix!r} has shape {list(found.shape)} and dtype {found.dtype}; expected "
                 f"{list(wanted)} {port.dtype} after {past_length} tokens"
             )
+
+
+def columns_for(need: int, block_len: int, limit: int | None) -> int:
+    """Columns of keys and values that are allocated where a row needs room for `need` tokens."""
+    columns = max(LEAST_CAPACITY, block_len)
+    while columns < need:
+        columns *= 2
+    return columns if limit is None else min(columns, max(limit, 1))
 
 
 def _align(pairs: Mapping[str, tuple[Array, Array]], sides: Array, rows: slice) -> int:

@@ -14,11 +14,13 @@ from fixedstate.ports import Array
 from fixedstate.runtime.engine import SessionEngine
 from fixedstate.runtime.full import FullEngine
 from fixedstate.runtime.loop import ExclusiveUse, Stream
+from fixedstate.runtime.memory import choose, roles
 from fixedstate.runtime.prefix import PrefixStore, make_prefix
 from fixedstate.runtime.requests import Request, Result, check_decodable
 from fixedstate.runtime.scheduler import OnPass, Scheduler, Watcher
 from fixedstate.runtime.snapshot import Snapshot
 from fixedstate.spec import ModelSpec
+from fixedstate.state import HEADS, split_role
 
 
 class Decoder:
@@ -151,19 +153,34 @@ class Decoder:
             finally:
                 scheduler.cancel_all()
 
-    def prefill(self, prompt_ids: Sequence[int] | Array, seed: int = 0) -> Snapshot:
+    def prefill(
+        self,
+        prompt_ids: Sequence[int] | Array,
+        seed: int = 0,
+        prefix: Snapshot | None = None,
+    ) -> Snapshot:
         """The state behind a prompt, to begin any number of requests with.
 
         Args:
             prompt_ids: Any number of tokens.
             seed: Noted in the state.
+            prefix: A saved state that the prompt goes on from.
 
         Raises:
             UsageError: for ids that are no tokens, or a model without state.
             CapacityError: where they do not fit the limit.
         """
         with self._lock:
-            return make_prefix(self.engine, prompt_ids, self.bundle.decode.prefill_blocks, seed)
+            blocks = self.bundle.decode.prefill_blocks
+            return make_prefix(self.engine, prompt_ids, blocks, seed, prefix)
+
+    def refuse_reentry(self) -> None:
+        """Refuse a thread that would wait for a stream of its own.
+
+        Raises:
+            UsageError: where a stream of this thread is open.
+        """
+        self._lock.refuse_reentry()
 
     def close(self) -> None:
         """Let go of sessions and state."""
@@ -191,7 +208,8 @@ def load(
     verify_weights: bool = True,
     limit: int | None = None,
     optimization: str = "all",
-    single_graph: bool = False,
+    memory: str | None = None,
+    head: str = "logits",
 ) -> Decoder:
     """Open a bundle on ONNX Runtime.
 
@@ -206,8 +224,12 @@ def load(
         limit: Tokens per request at most, prompt included and rounded up to whole blocks; None
             for no limit.
         optimization: ``none``, ``basic`` or ``all``.
-        single_graph: Run both passes on the graph ``commit_denoise`` where the bundle has it:
-            one copy of the weights in memory instead of two, slower passes.
+        memory: ``lean`` holds the weights once and runs every pass on the graph
+            ``commit_denoise``; ``fast`` holds them twice and denoises on a graph of its own. None
+            for ``lean`` above 1 GB of weights; see :func:`fixedstate.runtime.memory.plan`.
+        head: What the passes give, as far as it was exported: ``confidence``, ``entropy`` or
+            ``top_k`` of the open slots instead of all scores, which costs less. Requests that
+            need more are refused.
 
     Raises:
         BundleError: for a missing, damaged or newer bundle.
@@ -220,6 +242,8 @@ def load(
     bundle = Bundle.open(path, verify_weights=verify_weights)
     engine: SessionEngine | FullEngine
     if bundle.spec.objective == "full":
+        check_heads(bundle, head)
+        choose(bundle, memory)
         engine = open_full(
             bundle,
             threads=threads,
@@ -238,7 +262,8 @@ def load(
             slots=slots,
             limit=limit,
             optimization=optimization,
-            single_graph=single_graph,
+            memory=memory,
+            head=head,
         )
     return Decoder(bundle, engine, time.perf_counter() - start)
 
@@ -253,7 +278,8 @@ def open_engine(
     limit: int | None = None,
     capacity: int = 0,
     optimization: str = "all",
-    single_graph: bool = False,
+    memory: str | None = None,
+    head: str = "logits",
 ) -> SessionEngine:
     """The passes of an opened bundle on ONNX Runtime; arguments as in :func:`load`.
 
@@ -267,14 +293,10 @@ def open_engine(
             "this model looks at the whole sequence (objective 'full'): no exact cache exists for "
             "it, so no state can go from block to block; it decodes over whole sequences only"
         )
-    roles: list[str] = [role for role in ("denoise", "commit") if role in bundle.graphs]
-    if single_graph:
-        roles = ["commit_denoise"]
-    elif len(roles) < 2:
-        roles.append("commit_denoise")  # one graph for what has none of its own
+    check_heads(bundle, head)
     sessions = ort.open_sessions(
         bundle,
-        tuple(roles),
+        roles(bundle, choose(bundle, memory, head=head), head),
         provider=provider,
         allow_fallback=allow_fallback,
         threads=threads,
@@ -289,6 +311,22 @@ def open_engine(
         capacity=capacity,
         weights=bundle.weights,
     )
+
+
+def check_heads(bundle: Bundle, head: str) -> None:
+    """Refuse a reduced head that a bundle does not have.
+
+    Raises:
+        UsageError: naming those it has.
+    """
+    if head not in HEADS:
+        raise UsageError(f"head {head!r} is unknown; use one of {', '.join(HEADS)}")
+    has = sorted({split_role(role)[1] for role in bundle.graphs} - {"logits"})
+    if head not in ("logits", *has):
+        raise UsageError(
+            f"{bundle.path} has no head {head!r} (it has {', '.join(has) or 'none'}): export it "
+            f"with --head {head}, or load it without a head"
+        )
 
 
 def open_full(

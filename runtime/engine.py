@@ -17,9 +17,10 @@ from fixedstate.ports import Array, numpy_dtype
 from fixedstate.runtime.buffers import StateBuffers
 from fixedstate.runtime.session import Binding, Session
 from fixedstate.spec import ModelSpec
-from fixedstate.state import StateSpec
+from fixedstate.state import TOP_K, StateSpec, head_ports, head_role, split_role
 
 KEPT_BINDINGS = 256  # passes of one shape over the same slots; each keeps some kilobytes
+FULL_RATE_TOKENS = 64  # rows of a product from which on a CPU's matrix kernels run at full rate
 
 
 class Engine(Protocol):
@@ -63,12 +64,33 @@ class Engine(Protocol):
         """Whether :meth:`commit_denoise` can be called."""
         ...
 
+    def prefers_fused(self, rows: int, others: int) -> bool:
+        """Whether a commit and the first pass of the next block had better be one pass.
+
+        An engine whose bytes depend on the way answers alike for any number of rows: a row's
+        tokens must not depend on its neighbours.
+
+        Args:
+            rows: Rows whose block is finished.
+            others: Rows that denoise beside them.
+        """
+        ...
+
     @property
     def whole_blocks(self) -> bool:
         """Whether blocks are cut from a row's first token; else they begin behind its prompt.
 
         Where they are, prompts are committed in whole blocks and the rest of a prompt stands in
         the first block that is decoded. Where not, any number of tokens can be committed.
+        """
+        ...
+
+    @property
+    def head(self) -> str:
+        """What the passes give, one of :data:`fixedstate.state.HEADS`.
+
+        Where that is less than ``logits`` it is a :class:`HeadEngine`, whose two passes take the
+        place of :meth:`denoise` and :meth:`commit_denoise`.
         """
         ...
 
@@ -134,6 +156,32 @@ class Engine(Protocol):
         ...
 
 
+class HeadEngine(Engine, Protocol):
+    """An engine whose passes give what a reduced head gives of the positions asked for."""
+
+    @property
+    def top_k(self) -> int:
+        """Tokens that the head ``top_k`` gives."""
+        ...
+
+    def denoise_at(self, ids: Array, places: Array, first: int = 0) -> Mapping[str, Array]:
+        """What ``denoise`` would predict at some positions of the block.
+
+        Args:
+            ids: (k, L) integers, mask ids where a slot is open.
+            places: (k, R) integers in 0..L-1; a row may name one more than once.
+            first: Slot of the first row.
+
+        Returns:
+            By port name (:func:`fixedstate.state.head_ports`), valid until the next pass.
+        """
+        ...
+
+    def commit_denoise_at(self, ids: Array, places: Array, first: int = 0) -> Mapping[str, Array]:
+        """The same of ``commit_denoise``: positions are those of the second block."""
+        ...
+
+
 class ReadableEngine(Engine, Protocol):
     """An engine whose state can be looked at, as the laws do."""
 
@@ -167,6 +215,24 @@ def check_denoise(
         raise UsageError(f"{name} takes ids of shape [1..{slots}, {width}]; got {list(ids.shape)}")
     _check_first(slots, first, ids.shape[0])
     return _check_range(spec, ids)
+
+
+def check_places(spec: ModelSpec, rows: int, places: Array) -> Array:
+    """The positions that a reduced head is asked for, or a refusal.
+
+    Raises:
+        UsageError: with what was given and what was expected.
+    """
+    length = spec.block_len
+    fits = places.ndim == 2 and places.shape[0] == rows and 1 <= places.shape[1] <= length
+    if not fits or places.dtype.kind not in "iu":
+        raise UsageError(
+            f"places must be whole numbers of shape [{rows}, 1..{length}]; got {places.dtype} "
+            f"{list(places.shape)}"
+        )
+    if places.min() < 0 or places.max() >= length:
+        raise UsageError(f"places must be between 0 and {length - 1}; got {places.tolist()}")
+    return places
 
 
 def _check_first(slots: int, first: int, rows: int) -> None:
@@ -225,7 +291,8 @@ class _Bound:
     binding: Binding
     ids: Array
     commit_length: Array | None
-    logits: Array | None
+    places: Array | None
+    given: dict[str, Array]
     last_logits: Array | None
     columns: dict[str, Array]
 
@@ -257,11 +324,15 @@ class SessionEngine:
         spec: The model.
         state: What is carried.
         sessions: By role; `commit_denoise` takes the place of `denoise` or `commit` where one is
-            missing, and with it blocks are committed and the next ones begun in one pass.
+            missing, and with it blocks are committed and the next ones begun in one pass. With a
+            role of a reduced head, the roles of that head alone denoise.
         slots: Rows at most.
         limit: Committed tokens per row at most; None for no limit.
         capacity: Columns of keys and values at first.
         weights: Hash of the weights, which saved states are held against.
+
+    Attributes:
+        roles: Roles of the sessions, sorted.
 
     Raises:
         BackendError: where a role is missing or a session's ports are not those of the state.
@@ -282,16 +353,21 @@ class SessionEngine:
             raise UsageError(f"slots must be 1 or more; got {slots}")
         self._spec = spec
         self.weights = weights
-        self._sessions = {role: _pick(sessions, role) for role in ("denoise", "commit")}
-        self._fused = "commit_denoise" in sessions
+        self.roles = tuple(sorted(sessions))
+        self._head = _head_of(sessions)
+        self._sessions = {role: _pick(sessions, role, self._head) for role in ("denoise", "commit")}
+        fused = head_role("commit_denoise", self._head)
+        self._fused = fused in sessions
         if self._fused:
-            self._sessions["commit_denoise"] = sessions["commit_denoise"]
+            self._sessions["commit_denoise"] = sessions[fused]
+        self._attends = any(layer.mixer == "attention" for layer in spec.layers)
         width = spec.vocab_rows if spec.logit_shift else 0
         self.buffers = StateBuffers(state, slots, spec.block_len, capacity, limit, width)
         self._scratch = _Scratch()
         self._bound: OrderedDict[tuple[Any, ...], _Bound] = OrderedDict()
         self._ports = {port.past.name: port for port in state.ports}
         self._presents = {port.present.name: port for port in state.ports}
+        self._given = [port.name for port in head_ports(spec, self._head)]
 
     @property
     def spec(self) -> ModelSpec:
@@ -333,19 +409,74 @@ class SessionEngine:
         """Whether :meth:`commit_denoise` can be called."""
         return self._fused
 
+    def prefers_fused(self, rows: int, others: int) -> bool:
+        """Whether a commit and the first pass of the next block had better be one pass.
+
+        With one graph for everything always: it computes both forms anyway. With a graph of its
+        own for denoising only where the products of one pass are too small to run at full rate,
+        which is a single row; with softmax attention the sums of the fused pass are split in
+        another way, so its bytes differ, and the way must be the same for any number of rows.
+        """
+        if not self._fused:
+            return False
+        single = self._sessions["denoise"] is self._sessions["commit_denoise"]
+        if single or self.provider != "cpu" or self._attends:
+            return True
+        return others == 0 and rows * self._spec.block_len < FULL_RATE_TOKENS
+
     @property
     def whole_blocks(self) -> bool:
         """Blocks are cut from a row's first token."""
         return True
 
+    @property
+    def head(self) -> str:
+        """What the passes give; see :class:`Engine`."""
+        return self._head
+
     def denoise(self, ids: Array, first: int = 0) -> Array:
-        """Logits of a block behind each row's committed tokens; see :class:`Engine`."""
+        """Logits of a block behind each row's committed tokens; see :class:`Engine`.
+
+        Raises:
+            BackendError: where the graphs give less than that.
+        """
+        self._require_logits()
+        return self._denoise(ids, None, first)["logits"]
+
+    @property
+    def top_k(self) -> int:
+        """Tokens that the head ``top_k`` gives; see :class:`HeadEngine`."""
+        widths = [p.shape[-1] for p in self._sessions["denoise"].outputs if p.name == "top_tokens"]
+        return int(widths[0]) if widths else TOP_K
+
+    def denoise_at(self, ids: Array, places: Array, first: int = 0) -> dict[str, Array]:
+        """What a reduced head predicts at some positions; see :class:`HeadEngine`."""
+        return self._denoise(ids, places, first)
+
+    def _denoise(self, ids: Array, places: Array | None, first: int) -> dict[str, Array]:
         ids = check_denoise(self._spec, self.slots, ids, first)
         rows = ids.shape[0]
-        bound = self._run("denoise", ids, first, 0)
+        bound = self._run("denoise", ids, first, 0, self._checked(rows, places))
         self.buffers.advance_step(rows, first)
-        assert bound.logits is not None
-        return bound.logits
+        return bound.given
+
+    def _require_logits(self) -> None:
+        if self._head != "logits":
+            raise BackendError(
+                f"the graphs that are loaded give {self._head}, not all scores: load the bundle "
+                "without a head"
+            )
+
+    def _checked(self, rows: int, places: Array | None) -> Array | None:
+        """Places for the graphs that are loaded; BackendError where those take none."""
+        if places is None:
+            return None
+        if self._head == "logits":
+            raise BackendError(
+                "the graphs that are loaded give all scores: load the bundle with a head to ask "
+                "for less"
+            )
+        return check_places(self._spec, rows, places)
 
     def commit(self, ids: Array, commit_length: Array, first: int = 0) -> None:
         """Carry clean tokens into each row's state; see :class:`Engine`."""
@@ -359,8 +490,16 @@ class SessionEngine:
         """Commit a block and give the logits of the next, in one pass; see :class:`Engine`.
 
         Raises:
-            BackendError: where the fused graph is not loaded.
+            BackendError: where the fused graph is not loaded, or gives less than logits.
         """
+        self._require_logits()
+        return self._commit_denoise(ids, None, first)["logits"]
+
+    def commit_denoise_at(self, ids: Array, places: Array, first: int = 0) -> dict[str, Array]:
+        """The same with what a reduced head predicts; see :class:`HeadEngine`."""
+        return self._commit_denoise(ids, places, first)
+
+    def _commit_denoise(self, ids: Array, places: Array | None, first: int) -> dict[str, Array]:
         if not self._fused:
             raise BackendError(
                 "the graph commit_denoise is not loaded: export the bundle with the fused graph, "
@@ -372,22 +511,31 @@ class SessionEngine:
         self._reserve(rows, lengths, first)
         for row in range(first, first + rows):
             self.buffers.begin_block(row)  # the pass reads what the new block begins with
-        bound = self._run("commit_denoise", ids, first, lengths)
+        bound = self._run("commit_denoise", ids, first, lengths, self._checked(rows, places))
         self.buffers.commit(rows, lengths, bound.columns, bound.last_logits, first)
         self.buffers.advance_step(rows, first)
-        assert bound.logits is not None
-        return bound.logits
+        return bound.given
 
     def _reserve(self, rows: int, lengths: Array, first: int) -> None:
         if self.buffers.reserve(rows, lengths, first):
             self._bound.clear()
 
-    def _run(self, role: str, ids: Array, first: int, commit_length: Array | int) -> _Bound:
+    def _run(
+        self,
+        role: str,
+        ids: Array,
+        first: int,
+        commit_length: Array | int,
+        places: Array | None = None,
+    ) -> _Bound:
         """Run one pass on slots first..; what it wrote is not taken over yet."""
-        bound = self._bind(role, first, ids.shape[0], ids.shape[1] // self._spec.block_len)
+        asked = 1 if places is None else places.shape[1]
+        bound = self._bind(role, first, ids.shape[0], ids.shape[1] // self._spec.block_len, asked)
         np.copyto(bound.ids, ids)
         if bound.commit_length is not None:
             bound.commit_length[:] = commit_length
+        if bound.places is not None:
+            bound.places[:] = 0 if places is None else places
         bound.binding.run()
         return bound
 
@@ -406,6 +554,10 @@ class SessionEngine:
     def swap(self, row: int, other: int) -> None:
         """Exchange the states of two rows."""
         self.buffers.swap(row, other)
+
+    def views(self, row: int) -> dict[str, Array]:
+        """A row's state by port suffix, where it lies: read it before the next pass."""
+        return self.buffers.views(row)
 
     def read(self, row: int) -> dict[str, Array]:
         """A copy of a row's state by port suffix; keys and values of committed tokens only."""
@@ -435,13 +587,13 @@ class SessionEngine:
         """Bytes of the keys and values of that many committed tokens of one row."""
         return self.buffers.kv_bytes(past_length)
 
-    def _bind(self, role: str, first: int, rows: int, blocks: int) -> _Bound:
+    def _bind(self, role: str, first: int, rows: int, blocks: int, asked: int) -> _Bound:
         sides = self.buffers.align(rows, first), self.buffers.align_step(rows, first)
-        key = (role, first, rows, blocks, sides)
+        key = (role, first, rows, blocks, asked, sides)
         bound = self._bound.get(key)
         if bound is None:
             self._scratch.grown = False
-            bound = self._make(role, slice(first, first + rows), blocks, *sides)
+            bound = self._make(role, slice(first, first + rows), blocks, asked, *sides)
             if self._scratch.grown:  # older bindings hold the memory that was replaced
                 self._bound.clear()
             elif len(self._bound) >= KEPT_BINDINGS:
@@ -451,10 +603,12 @@ class SessionEngine:
             self._bound.move_to_end(key)
         return bound
 
-    def _make(self, role: str, rows: slice, blocks: int, side: int, step_side: int) -> _Bound:
+    def _make(
+        self, role: str, rows: slice, blocks: int, asked: int, side: int, step_side: int
+    ) -> _Bound:
         session = self._sessions[role]
         first, count = rows.start, rows.stop - rows.start
-        sizes = {"B": count, "n": blocks, "m": blocks, "C": self.buffers.capacity}
+        sizes = {"B": count, "n": blocks, "m": blocks, "C": self.buffers.capacity, "R": asked}
         inputs: dict[str, Array] = {}
         for port in session.inputs:
             if port.name in self._ports:
@@ -481,17 +635,32 @@ class SessionEngine:
             binding=session.bind(inputs, outputs),
             ids=inputs["input_ids"],
             commit_length=inputs.get("commit_length"),
-            logits=outputs.get("logits"),
+            places=inputs.get("open_slots"),
+            given={name: outputs[name] for name in self._given if name in outputs},
             last_logits=outputs.get("last_logits"),
             columns=columns,
         )
 
 
-def _pick(sessions: Mapping[str, Session], role: str) -> Session:
-    for name in (role, "commit_denoise"):
+def _head_of(sessions: Mapping[str, Session]) -> str:
+    """The reduced head that the sessions have, if any.
+
+    Raises:
+        BackendError: where they have more than one.
+    """
+    heads = sorted({split_role(role)[1] for role in sessions} - {"logits"})
+    if len(heads) > 1:
+        raise BackendError(f"the heads {' and '.join(heads)} are both loaded: load one of them")
+    return heads[0] if heads else "logits"
+
+
+def _pick(sessions: Mapping[str, Session], role: str, head: str) -> Session:
+    fused = head_role("commit_denoise", head)
+    own = role if role == "commit" else head_role(role, head)
+    for name in (own, fused):
         if name in sessions:
             return sessions[name]
     raise BackendError(
-        f"the bundle has no graph {role!r} (it has {', '.join(sorted(sessions)) or 'none'}): "
+        f"the bundle has no graph {own!r} (it has {', '.join(sorted(sessions)) or 'none'}): "
         "export it again with that role"
     )

@@ -51,6 +51,8 @@ class FullEngine:
 
     fuses = False
     whole_blocks = False
+    head = "logits"
+    roles = ("full",)
 
     def __init__(
         self,
@@ -109,6 +111,10 @@ class FullEngine:
         self._room[row] = room
         self.past_length[row] = 0
         self.last_logits[row] = 0
+
+    def prefers_fused(self, rows: int, others: int) -> bool:
+        """There is no state, so there is no such pass."""
+        return False
 
     def denoise(self, ids: Array, first: int = 0) -> Array:
         """Logits of a block behind each row's committed tokens; see :class:`Engine`.

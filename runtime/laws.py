@@ -546,7 +546,7 @@ class _Trial:
             verdict.equal(f"{row.place}, {where}", saved.arrays, self.engine.read(slot))
             again = self._go_on(slot, saved.pending, row.tokens)
             for ahead, (expected, got) in enumerate(zip(row.went_on, again, strict=True), 1):
-                compare(f"{row.place}, {where}, {ahead} blocks further", expected, got)
+                compare(f"{row.place} + {ahead}, {where}", expected, got)
 
     def _go_on(self, slot: int, pending: tuple[int, ...], tokens: Array) -> Iterator[_Named]:
         """The logits of each block, and the state behind the last one."""

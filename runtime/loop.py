@@ -148,12 +148,15 @@ class ExclusiveUse:
         self._lock = threading.Lock()
         self._owner: int | None = None
 
-    def __enter__(self) -> None:
-        me = threading.get_ident()
-        if self._owner == me:
+    def refuse_reentry(self) -> None:
+        """Refuse the thread that holds it: it would wait for itself."""
+        if self._owner == threading.get_ident():
             raise UsageError("another stream of this decoder is open: finish or close it first")
+
+    def __enter__(self) -> None:
+        self.refuse_reentry()
         self._lock.acquire()
-        self._owner = me
+        self._owner = threading.get_ident()
 
     def __exit__(self, *exc: object) -> None:
         self._owner = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 import re
@@ -32,6 +33,9 @@ OPTIMIZATIONS = {
 }
 """Levels of graph optimisation."""
 
+EMBEDDING = "embedding.weight"
+"""The weight whose rows graphs look up, in the weights file and in every graph."""
+
 _DTYPES = {
     "tensor(float)": "float32",
     "tensor(float16)": "float16",
@@ -42,6 +46,9 @@ _DTYPES = {
     "tensor(bool)": "bool",
 }
 _TARGETS = {"cpu": "ort-cpu", "cuda": "ort-cuda"}
+_STORED = {"F32": "float32", "F16": "float16"}
+_WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"
+_LOCATION = (7, 5, 13, 2)  # fields: graph, initializer, external_data, value
 _ERRORS_ONLY = 3  # severity: warnings about providers are made into errors here
 
 # The first session sets flush-to-zero for its thread, after which numpy finds no subnormals and
@@ -59,11 +66,13 @@ class OrtSession:
         inputs: tuple[Port, ...],
         outputs: tuple[Port, ...],
         provider: str,
+        embedding: ort.OrtValue | None = None,
     ) -> None:
         self._session = session
         self.inputs = inputs
         self.outputs = outputs
         self.provider = provider
+        self._embedding = embedding  # the session reads it, and holds no reference
 
     def bind(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> OrtBinding:
         """Bind arrays to every port, once; they are kept alive and read and written in place.
@@ -75,7 +84,7 @@ class OrtSession:
         check_names(self.outputs, outputs, "output")
         check_binding(inputs, outputs)
         if self.provider == "cpu":
-            return OrtBinding(self._session, inputs, outputs)
+            return OrtBinding(self._session, inputs, outputs, self._embedding)
         return OrtCopies(self._session, inputs, outputs)
 
     def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
@@ -101,9 +110,12 @@ class OrtBinding:
         session: ort.InferenceSession,
         inputs: Mapping[str, Array],
         outputs: Mapping[str, Array],
+        embedding: ort.OrtValue | None = None,
     ) -> None:
         self._session = session
-        self._arrays = (dict(inputs), dict(outputs))  # alive as long as they are bound
+        # alive as long as they are bound
+        self._arrays = (dict(inputs), dict(outputs))
+        self._embedding = embedding
         self._binding = session.io_binding()
         for name, array in inputs.items():
             self._binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array))
@@ -164,9 +176,12 @@ def open_sessions(
         BackendError: where provider, version or dtype cannot be served.
     """
     used = choose_provider(provider, allow_fallback)
+    embedding = map_embedding(bundle.path / WEIGHTS) if used == "cpu" else None
     sessions: dict[str, OrtSession] = {}
     for role in roles:
-        sessions[role] = _open_role(bundle, role, used, allow_fallback, threads, optimization)
+        sessions[role] = _open_role(
+            bundle, role, used, allow_fallback, threads, optimization, embedding
+        )
         used = sessions[role].provider  # all graphs run in one place
     if len({session.provider for session in sessions.values()}) > 1:
         return open_sessions(bundle, roles, threads=threads, optimization=optimization)
@@ -203,6 +218,7 @@ def open_graph(
     allow_fallback: bool = False,
     threads: int | None = None,
     optimization: str = "all",
+    embedding: ort.OrtValue | None = None,
 ) -> OrtSession:
     """Open one graph file, its weights beside it, and check its ports.
 
@@ -214,6 +230,7 @@ def open_graph(
         allow_fallback: Take the CPU where the provider cannot be used.
         threads: Of a single pass; None for ONNX Runtime's choice.
         optimization: A key of :data:`OPTIMIZATIONS`.
+        embedding: What :func:`map_embedding` gave, where several sessions are to share it.
 
     Raises:
         BackendError: where the file cannot be loaded as asked.
@@ -221,13 +238,13 @@ def open_graph(
     """
     used = choose_provider(provider, allow_fallback)
     options = _options(threads, optimization)
-    # A plan of the memory is kept for every shape, and T is another one for every request.
-    options.enable_mem_pattern = not any("T" in port.shape for port in inputs)
+    if embedding is not None and used == "cpu":
+        options.add_initializer(EMBEDDING, embedding)
     session = _create(Path(path), used, allow_fallback, options)
     if PROVIDERS[used] != session.get_providers()[0]:
         used = "cpu"
     _check_ports(Path(path), session, inputs, outputs)
-    return OrtSession(session, inputs, outputs, used)
+    return OrtSession(session, inputs, outputs, used, embedding)
 
 
 def _open_role(
@@ -237,6 +254,7 @@ def _open_role(
     allow_fallback: bool,
     threads: int | None,
     optimization: str,
+    embedding: ort.OrtValue | None,
 ) -> OrtSession:
     graph = bundle.graph(role, _TARGETS.get(provider, ""))
     if provider == "cpu" and "bfloat16" in (bundle.precision.io, bundle.precision.kv):
@@ -253,6 +271,7 @@ def _open_role(
         allow_fallback=allow_fallback,
         threads=threads,
         optimization=optimization,
+        embedding=embedding,
     )
 
 
@@ -288,6 +307,9 @@ def _options(threads: int | None, optimization: str) -> ort.SessionOptions:
     options.inter_op_num_threads = 1
     options.graph_optimization_level = OPTIMIZATIONS[optimization]
     options.log_severity_level = _ERRORS_ONLY
+    # A pattern is memory of its own for every shape that comes, and saves no time here. The arena
+    # stays on: without it passes are slower, and memory goes on growing as batches vary.
+    options.enable_mem_pattern = False
     # Denormals make a mostly empty cache several times slower. Effective in the calling thread
     # only if the first session of the process asks for it.
     options.add_session_config_entry("session.set_denormal_as_zero", "1")
@@ -301,11 +323,9 @@ def _create(
 ) -> ort.InferenceSession:
     names = [PROVIDERS[provider]] + (["CPUExecutionProvider"] if provider != "cpu" else [])
     try:
-        source, weights = _source(path, options)
-        session = ort.InferenceSession(source, options, providers=names)
+        session = ort.InferenceSession(_source(path, options), options, providers=names)
     except _failures() as err:
         raise BackendError(_load_error(path, provider, err)) from err
-    del weights  # had to live until here
     session.disable_fallback()
     if session.get_providers()[0] != PROVIDERS[provider] and not allow_fallback:
         raise BackendError(
@@ -316,24 +336,97 @@ def _create(
     return session
 
 
-def _source(path: Path, options: ort.SessionOptions) -> tuple[str | bytes, mmap.mmap | None]:
-    """The path of the graph, or its bytes and weights where those resolve to another place.
+def _source(path: Path, options: ort.SessionOptions) -> str | bytes:
+    """The path of the graph, or its bytes where its weights resolve to another place.
 
-    ONNX Runtime reads weights beside the resolved graph file only; links of hub caches and of
-    mounted maps lead elsewhere, so there the weights are handed over as memory.
+    ONNX Runtime maps weights beside the resolved graph file only; links of hub caches and of
+    mounted maps lead elsewhere. There it is told the folder and name that they resolve to: handed
+    over as memory, they would be copied.
     """
     graph = path.resolve()
     if not graph.is_file():
         raise BundleError(f"{path} is missing: the bundle is incomplete, copy it whole")
     weights = (path.parent / WEIGHTS).resolve()
     if not weights.is_file() or weights == graph.parent / WEIGHTS:
-        return str(graph), None
-    if not hasattr(options, "add_external_initializers_from_files_in_memory"):
-        return str(path), None  # older versions follow links
-    with weights.open("rb") as file:
-        view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    options.add_external_initializers_from_files_in_memory([WEIGHTS], [view], [len(view)])
-    return graph.read_bytes(), view
+        return str(graph)
+    options.add_session_config_entry(_WEIGHTS_FOLDER, str(weights.parent))
+    return _replaced(graph.read_bytes(), _LOCATION, WEIGHTS.encode(), weights.name.encode())
+
+
+def _replaced(message: bytes, path: tuple[int, ...], old: bytes, new: bytes) -> bytes:
+    """A protobuf message with another text in the fields at `path` that hold `old`."""
+    out = bytearray()
+    at = 0
+    while at < len(message):
+        start = at
+        key, at = _varint(message, at)
+        kind = key & 7
+        if kind == 2:  # length and bytes
+            size, at = _varint(message, at)
+            at += size
+            if key >> 3 == path[0]:
+                body = message[at - size : at]
+                if len(path) > 1:
+                    body = _replaced(body, path[1:], old, new)
+                elif body == old:
+                    body = new
+                out += _as_varint(key) + _as_varint(len(body)) + body
+                continue
+        elif kind == 0:
+            _, at = _varint(message, at)
+        else:
+            at += {1: 8, 5: 4}[kind]
+        out += message[start:at]
+    return bytes(out)
+
+
+def _varint(message: bytes, at: int) -> tuple[int, int]:
+    """A number of a protobuf message, and where it ends."""
+    value = shift = 0
+    while True:
+        byte = message[at]
+        value |= (byte & 0x7F) << shift
+        shift, at = shift + 7, at + 1
+        if byte < 0x80:
+            return value, at
+
+
+def _as_varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*out, value])
+
+
+def map_embedding(weights: Path) -> ort.OrtValue | None:
+    """The embedding where it lies in the weights file, mapped once for any number of sessions.
+
+    ONNX Runtime repacks the weights of products and lets go of what it mapped for them. Rows of
+    the embedding are looked up, so that its pages stay: shared, they are in memory once.
+
+    Args:
+        weights: The file; safetensors.
+
+    Returns:
+        None where the file holds no tensor of that name, or one that numpy has no type for.
+
+    Raises:
+        BundleError: where the file is damaged.
+    """
+    try:
+        with weights.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            entry = json.loads(file.read(size)).get(EMBEDDING)
+            if entry is None or entry["dtype"] not in _STORED:
+                return None
+            view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        first, end = entry["data_offsets"]
+        dtype = np.dtype(_STORED[entry["dtype"]])
+        table = np.frombuffer(view, dtype, (end - first) // dtype.itemsize, 8 + size + first)
+        return ort.OrtValue.ortvalue_from_numpy(table.reshape(entry["shape"]))
+    except (ValueError, KeyError, TypeError, OSError) as err:
+        raise BundleError(f"{weights} is damaged ({err}): copy the bundle again") from err
 
 
 def _failures() -> tuple[type[Exception], ...]:

@@ -20,7 +20,11 @@ from fixedstate.runtime.snapshot import Snapshot, stateful
 
 
 def make_prefix(
-    engine: Engine, ids: Sequence[int] | Array, prefill_blocks: int, seed: int = 0
+    engine: Engine,
+    ids: Sequence[int] | Array,
+    prefill_blocks: int,
+    seed: int = 0,
+    prefix: Snapshot | None = None,
 ) -> Snapshot:
     """The state behind some tokens: whole blocks committed, the rest pending.
 
@@ -32,25 +36,36 @@ def make_prefix(
         ids: Any number of tokens, none included.
         prefill_blocks: Whole blocks committed per pass; the bundle's.
         seed: Of the row.
+        prefix: A saved state that the tokens go on from.
 
     Raises:
         UsageError: for ids that are no tokens, or an engine without state.
+        StateError: where the prefix does not fit the model.
         CapacityError: where they do not fit the engine's limit; nothing was run.
     """
     stateful(engine)
     tokens = check_tokens(ids, engine.spec, "prefix ids")
+    base = 0
+    if prefix is not None:
+        prefix.check(engine)
+        base = prefix.past_length
+        tokens = np.concatenate([np.array(prefix.pending, np.int64), tokens])
     length = engine.spec.block_len
     whole = len(tokens) // length * length
-    if engine.limit is not None and whole > engine.limit:
+    if engine.limit is not None and base + whole > engine.limit:
         raise CapacityError(
-            f"the prefix has {whole} tokens in whole blocks; the limit is {engine.limit}: shorten "
-            "it or raise the limit"
+            f"the prefix has {base + whole} tokens in whole blocks; the limit is {engine.limit}: "
+            "shorten it or raise the limit"
         )
     engine.reset(0)
-    step = max(1, prefill_blocks) * length
-    for first in range(0, whole, step):
-        piece = tokens[None, first : min(first + step, whole)]
-        engine.commit(piece, np.array([piece.shape[1]]))
+    if prefix is not None:
+        prefix.restore(engine, 0)
+    step, first = max(1, prefill_blocks) * length, 0
+    while first < whole:
+        # Slices end at multiples of their size from the row's first token, that of the prefix.
+        end = min(((base + first) // step + 1) * step - base, whole)
+        engine.commit(tokens[None, first:end], np.array([end - first]))
+        first = end
     return Snapshot.take(engine, 0, pending=tuple(tokens[whole:].tolist()), seed=seed)
 
 

@@ -14,6 +14,7 @@ from fixedstate.bundle import DecodeDefaults
 from fixedstate.errors import CapacityError, UsageError
 from fixedstate.ports import Array
 from fixedstate.runtime.policies import FixedQuota, Policy, Threshold
+from fixedstate.runtime.sampling import serves
 from fixedstate.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -236,6 +237,27 @@ def resolve_settings(settings: Settings, spec: ModelSpec, defaults: DecodeDefaul
         seed=settings.seed,
         stop_ids=tuple(int(token) for token in check_tokens(stop_ids, spec, "stop ids")),
     )
+
+
+def check_head(head: str, rules: Rules) -> None:
+    """Refuse a request that needs more of a pass than the loaded graphs give.
+
+    Raises:
+        UsageError: naming what it needs.
+    """
+    if head == "logits":
+        return
+    what = ""
+    if rules.temperature > 0:
+        what = f"temperature {rules.temperature:g} draws from all scores"
+    elif rules.min_new_tokens > 0 and rules.stop_ids:
+        what = f"min_new_tokens {rules.min_new_tokens} takes stop ids out of all scores"
+    elif not serves(head, rules.policy.needs):
+        what = f"{rules.policy} needs {rules.policy.needs}"
+    if what:
+        raise UsageError(
+            f"{what}, but the loaded graphs give {head} only: load the bundle without a head"
+        )
 
 
 def check_tokens(ids: Sequence[int] | Array, spec: ModelSpec, what: str) -> Array:

@@ -12,6 +12,7 @@ from fixedstate.ports import Array
 from fixedstate.runtime.requests import PHASES, BlockEvent, Rules
 
 if TYPE_CHECKING:
+    from fixedstate.runtime.sampling import Scores
     from fixedstate.runtime.snapshot import Snapshot
 
 _NONE: Array = np.zeros(0, np.int64)
@@ -42,7 +43,7 @@ class Row:
         prefilled: Tokens of the prompt that are committed.
         committed: Tokens that the engine holds, or will hold once the finished block is committed.
         pending: Whether its last block is finished and not committed yet.
-        held: The logits of the last pass, where nothing has changed since.
+        held: What the last pass gave, logits or scores, where nothing has changed since.
         policy_state: What its policy keeps inside a block.
         reason: Why it ended; None while it goes on.
         error: What went wrong.
@@ -70,7 +71,7 @@ class Row:
     prefilled: int = 0
     committed: int = 0
     pending: bool = False
-    held: Array | None = None
+    held: Array | Scores | None = None
     policy_state: Any = None
     reason: str | None = None
     error: str | None = None

@@ -95,8 +95,12 @@ class Scores:
 
     def of_rows(self, pick: Array | slice) -> Scores:
         """Those of some rows."""
-        named = {name: getattr(self, name) for name in self.__slots__}
-        return Scores(**{k: None if v is None else v[pick] for k, v in named.items()})
+        entropy, ids, shares = (
+            None if values is None else values[pick]
+            for values in (self.entropy, self.top_tokens, self.top_confidence)
+        )
+        own = (self.tokens[pick], self.confidence[pick], self.finite[pick])
+        return Scores(*own, entropy, ids, shares)
 
 
 def serves(head: str, needs: str) -> bool:
@@ -318,7 +322,7 @@ def scores_from_head(given: Mapping[str, Array], slots: Array, open_slots: Array
     return Scores(
         tokens=spread("tokens", 0, np.int64),
         confidence=confidence,
-        finite=np.isfinite(confidence).all(axis=1),
+        finite=np.asarray(np.isfinite(confidence).all(axis=1)),
         entropy=spread("entropy", np.inf, np.float64) if "entropy" in given else None,
         top_tokens=spread("top_tokens", 0, np.int64) if top else None,
         top_confidence=spread("top_confidence", -1.0, np.float64) if top else None,

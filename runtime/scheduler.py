@@ -15,15 +15,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 
 from fixedstate.bundle import DecodeDefaults
-from fixedstate.errors import CapacityError, DecodeError, UsageError
+from fixedstate.errors import CapacityError, DecodeError, FixedStateError, UsageError
 from fixedstate.ports import Array
-from fixedstate.runtime.engine import Engine
+from fixedstate.runtime.engine import Engine, HeadEngine
 from fixedstate.runtime.policies import PassView, Policy
 from fixedstate.runtime.prefix import PrefixStore
 from fixedstate.runtime.requests import (
@@ -32,14 +31,23 @@ from fixedstate.runtime.requests import (
     Request,
     Result,
     check_decodable,
+    check_head,
     check_prompt,
     check_room,
     check_tokens,
     resolve_settings,
 )
 from fixedstate.runtime.rows import Row
-from fixedstate.runtime.sampling import Scorer, Scores, uniforms
+from fixedstate.runtime.sampling import (
+    Scorer,
+    Scores,
+    places_of,
+    scores_from_head,
+    uniforms,
+    with_first_slot,
+)
 from fixedstate.runtime.snapshot import Snapshot, stateful
+from fixedstate.state import TOP_K
 
 OnPass = Callable[[PassEvent], None]
 """Called after every tick that denoised."""
@@ -52,8 +60,8 @@ class Watcher(Protocol):
         """A request was seated: its state is the one before its prompt."""
         ...
 
-    def committed(self, row: Row, slot: int, ids: Array) -> None:
-        """A row's state now holds these tokens more."""
+    def committed(self, row: Row, slot: int, ids: Array, *, fused: bool) -> None:
+        """A row's state now holds these tokens more; `fused` by the pass that began a block."""
         ...
 
     def scored(self, row: Row, slot: int, canvas: Array, logits: Array) -> None:
@@ -102,7 +110,13 @@ class Scheduler:
         assert spec.mask_id is not None
         if queue_limit is not None and queue_limit < 0:
             raise UsageError(f"queue_limit must be 0 or more; got {queue_limit}")
+        if watcher is not None and engine.head != "logits":
+            raise UsageError(
+                f"a watcher is shown all scores, but the loaded graphs give {engine.head}: load "
+                "the bundle without a head"
+            )
         self._mask: int = spec.mask_id
+        self._asks = cast(HeadEngine, engine) if engine.head != "logits" else None
         self._defaults = defaults or DecodeDefaults()
         self._queue_limit = queue_limit
         self._prefixes = prefixes
@@ -124,7 +138,8 @@ class Scheduler:
         self._shifted: Array | None = None
         if spec.logit_shift:
             self._shifted = np.empty((slots, length, spec.vocab_rows), np.float32)
-        self._scorer = Scorer(spec.vocab_size, spec.vocab_rows, [self._mask])
+        top_k = TOP_K if self._asks is None else self._asks.top_k
+        self._scorer = Scorer(spec.vocab_size, spec.vocab_rows, [self._mask], top_k)
 
     # --- requests
 
@@ -147,6 +162,15 @@ class Scheduler:
         self._submitted += 1
         self._waiting.append(row)
         return row.request
+
+    def check(self, request: Request) -> None:
+        """Refuse what :meth:`submit` would refuse for itself; nothing is queued.
+
+        Raises:
+            UsageError, StateError: for a request that is wrong.
+            CapacityError: for a request that does not fit.
+        """
+        self._row(0, request)
 
     def cancel(self, number: int) -> bool:
         """End a request as ``cancelled``, keeping its finished blocks; False if it has ended."""
@@ -254,6 +278,7 @@ class Scheduler:
             whole_blocks=whole,
         )
         rules = resolve_settings(settings, spec, self._defaults)
+        check_head(engine.head, rules)
         row = Row(number, prompt, rules, spec.block_len, room, base, whole)
         row.prefix, row.keep_state = request.prefix, request.keep_state
         row.keep_tokens = request.keep_tokens
@@ -300,6 +325,7 @@ class Scheduler:
             self._engine.commit(tail[None, :whole], np.array([whole]), slot)
             row.committed += whole - length * row.pending
             row.pending = False
+            self._committed(row, slot, tail[:whole])
         return Snapshot.take(
             self._engine, slot, pending=tuple(tail[whole:].tolist()), seed=row.rules.seed
         )
@@ -316,13 +342,22 @@ class Scheduler:
         return events
 
     def _seat(self) -> None:
-        """Give free slots to waiting requests, first come, first served."""
+        """Give free slots to waiting requests, first come, first served.
+
+        A request whose state cannot be set up (no memory for it) ends with an error.
+        """
         while self._waiting and len(self._seated) < self.slots:
             row, slot = self._waiting.popleft(), len(self._seated)
             prefix = row.prefix or self._known(row)
-            self._engine.reset(slot, row.room)
+            try:
+                self._engine.reset(slot, row.room)
+                if prefix is not None:
+                    prefix.restore(self._engine, slot)
+            except FixedStateError as err:
+                self._events.append(BlockEvent(row.request, 0, (), "error"))
+                self._end(row, "error", error=str(err))
+                continue
             if prefix is not None:
-                prefix.restore(self._engine, slot)
                 row.prefilled = prefix.past_length - row.base
             row.committed = row.base + row.prefilled
             self._temperature[slot] = row.rules.temperature
@@ -386,9 +421,9 @@ class Scheduler:
             return
         self._prefixes.put(row.prompt[: row.prefilled], Snapshot.take(self._engine, slot))
 
-    def _committed(self, row: Row, slot: int, ids: Array) -> None:
+    def _committed(self, row: Row, slot: int, ids: Array, *, fused: bool = False) -> None:
         if self._watcher is not None:
-            self._watcher.committed(row, slot, ids)
+            self._watcher.committed(row, slot, ids, fused=fused)
 
     def _open_block(self, slot: int, row: Row) -> None:
         row.step, row.policy_state, row.held = 0, None, None
@@ -404,15 +439,15 @@ class Scheduler:
         start = time.perf_counter()
         rows = self._seated
         held = self._sort(active, lambda row: row.pending)
-        if held < active and not engine.fuses:
+        if held < active and not engine.prefers_fused(active - held, held):
             self._commit(slice(held, active))
             start = self._spent("commit", start, rows[held:active])
             held = active
         running = self._sort(held, lambda row: row.held is not None)
         if running:
-            logits = engine.denoise(self._canvas[:running])
+            found = self._pass(slice(0, running))
             start = self._spent("denoise", start, rows[:running])
-            self._reveal(slice(0, running), logits)
+            self._reveal(slice(0, running), found)
             start = self._spent("policy", start, rows[:running])
         for slot in range(running, held):
             kept = rows[slot].held
@@ -420,14 +455,44 @@ class Scheduler:
             self._reveal(slice(slot, slot + 1), kept, again=True)
             start = self._spent("policy", start, rows[slot : slot + 1])
         if held < active:
-            logits = engine.commit_denoise(self._both[held:active], held)
+            found = self._pass(slice(held, active), fused=True)
             for slot in range(held, active):
                 rows[slot].pending = False
-                self._committed(rows[slot], slot, self._both[slot, :length])
+                self._committed(rows[slot], slot, self._both[slot, :length], fused=True)
             start = self._spent("denoise", start, rows[held:active])
-            self._reveal(slice(held, active), logits)
+            self._reveal(slice(held, active), found)
             self._spent("policy", start, rows[held:active])
         self._close_rows()
+
+    def _pass(self, slots: slice, *, fused: bool = False) -> Array | Scores:
+        """One pass of some neighbouring rows: logits of each position, or scores of each slot.
+
+        Args:
+            slots: Of the rows.
+            fused: Whether their finished blocks are committed in it.
+        """
+        engine, asks, first = self._engine, self._asks, slots.start
+        ids = self._both[slots] if fused else self._canvas[slots]
+        if asks is None:
+            return engine.commit_denoise(ids, first) if fused else engine.denoise(ids, first)
+        length, shift = self._spec.block_len, int(self._spec.logit_shift)
+        open_slots = self._canvas[slots] == self._mask
+        asked = open_slots  # by position: the one before each slot where the model shifts
+        if shift:
+            asked = np.zeros_like(open_slots)
+            asked[:, :-1] = open_slots[:, 1:]
+        places = places_of(asked, max(4, length // 4))
+        if fused:
+            given = asks.commit_denoise_at(ids, places, first)
+        else:
+            given = asks.denoise_at(ids, places, first)
+        scores = scores_from_head(given, places + shift, open_slots)
+        if not shift:
+            return scores
+        needs = {row.rules.policy.needs for row in self._seated[slots]}
+        before = engine.last_logits[slots][:, None]
+        heat = self._temperature[slots]
+        return with_first_slot(scores, self._scorer(before, open_slots[:, :1], heat, needs=needs))
 
     def _sort(self, count: int, later: Callable[[Row], bool]) -> int:
         """Bring rows behind the others of slots 0..count-1; returns where they begin.
@@ -473,24 +538,22 @@ class Scheduler:
         shifted[:, 1:] = logits[:, :-1]
         return shifted
 
-    def _reveal(self, slots: slice, logits: Array, *, again: bool = False) -> None:
+    def _reveal(self, slots: slice, found: Array | Scores, *, again: bool = False) -> None:
         """Fill slots of some neighbouring rows; rows with non-finite scores end with an error.
 
         Args:
             slots: Of the rows.
-            logits: (k, L, V), of each position.
-            again: Whether they are those of an earlier pass, by slot already.
+            found: Logits (k, L, V) of each position, or the scores of each slot.
+            again: Whether they are those of an earlier pass, logits by slot already.
         """
         rows = self._seated[slots]
         canvas = self._canvas[slots]
-        if not again:
-            logits = self._by_slot(slots, logits)
-        if self._watcher is not None:
-            for i, row in enumerate(rows):
-                self._watcher.scored(row, slots.start + i, canvas[i], logits[i])
         u, v = self._random(slots)
-        banned = [row.banned() for row in rows] if any(row.bans_stops for row in rows) else ()
-        scores = self._scorer(logits, canvas == self._mask, self._temperature[slots], u, banned)
+        if isinstance(found, Scores):
+            scores, logits = found, None
+        else:
+            logits = found if again else self._by_slot(slots, found)
+            scores = self._score(slots, logits, u)
         before = canvas.copy()
         groups: dict[Policy, list[int]] = {}
         for i, row in enumerate(rows):
@@ -499,7 +562,7 @@ class Scheduler:
             else:
                 row.reason, row.error = "error", _not_finite(row)
         for policy, chosen in groups.items():
-            self._apply(policy, rows, canvas, chosen, scores, v)
+            self._apply(policy, rows, canvas, chosen, scores, logits, v)
         same = (before == canvas).all(axis=1)
         for i, row in enumerate(rows):
             row.passes += not again
@@ -509,7 +572,19 @@ class Scheduler:
             if not same[i] or self._steps:
                 row.held = None
             elif row.held is None:
-                row.held = logits[i : i + 1].copy()
+                one = slice(i, i + 1)
+                row.held = scores.of_rows(one) if logits is None else logits[one].copy()
+
+    def _score(self, slots: slice, logits: Array, u: Array | None) -> Scores:
+        """Scores of some neighbouring rows from logits (k, L, V) of each slot."""
+        rows, canvas = self._seated[slots], self._canvas[slots]
+        if self._watcher is not None:
+            for i, row in enumerate(rows):
+                self._watcher.scored(row, slots.start + i, canvas[i], logits[i])
+        banned = [row.banned() for row in rows] if any(row.bans_stops for row in rows) else ()
+        needs = {row.rules.policy.needs for row in rows}
+        heat = self._temperature[slots]
+        return self._scorer(logits, canvas == self._mask, heat, u, banned, needs)
 
     @property
     def _steps(self) -> bool:
@@ -536,6 +611,7 @@ class Scheduler:
         canvas: Array,
         chosen: list[int],
         scores: Scores,
+        logits: Array | None,
         v: Array | None,
     ) -> None:
         whole = len(chosen) == len(rows)
@@ -544,10 +620,11 @@ class Scheduler:
         view = PassView(
             canvas=canvas[pick],
             mask_id=self._mask,
-            scores=scores if whole else _some(scores, pick),
+            scores=scores if whole else scores.of_rows(pick),
             step=np.array([rows[i].step for i in chosen]),
             v=None if v is None else v[pick],
             state=None if any(state is None for state in states) else states,
+            logits=None if logits is None or policy.needs != "logits" else logits[pick],
         )
         reveal = policy.reveal(view)
         canvas[pick] = reveal.canvas
@@ -623,15 +700,6 @@ class Scheduler:
             steps=tuple(row.step - 1 for row in rows),
             past_lengths=tuple(row.committed for row in rows),
         )
-
-
-def _some(scores: Scores, pick: Array) -> Scores:
-    return replace(
-        scores,
-        tokens=scores.tokens[pick],
-        confidence=scores.confidence[pick],
-        finite=scores.finite[pick],
-    )
 
 
 def _not_finite(row: Row) -> str:

@@ -53,15 +53,21 @@ class Text:
             raise BundleError(f"{path} is damaged ({err}): export the bundle again") from err
         return cls(tokenizer, bundle.spec)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, goes_on: bool = False) -> list[int]:
         """The ids of a prompt; one begin token where the tokenizer adds it, never two.
+
+        Args:
+            text: The prompt.
+            goes_on: Whether other tokens stand before it: the tokenizer then adds nothing around
+                the text.
 
         Raises:
             UsageError: for an id outside the model's vocabulary.
         """
-        ids: list[int] = list(self._tokenizer.encode(text).ids)
+        encoded = self._tokenizer.encode(text, add_special_tokens=not goes_on)
+        ids: list[int] = list(encoded.ids)
         begin = self._spec.bos_id
-        if begin is not None and ids[:2] == [begin, begin]:
+        if not goes_on and begin is not None and ids[:2] == [begin, begin]:
             ids = ids[1:]  # the text itself began with it
         wrong = [token for token in ids if token >= self._spec.vocab_size]
         if wrong:

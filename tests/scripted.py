@@ -38,6 +38,7 @@ class ScriptedEngine:
 
     provider = "scripted"
     whole_blocks = True
+    head = "logits"
     weights = "scripted"
     state = StateSpec(())
 
@@ -102,6 +103,9 @@ class ScriptedEngine:
     def swap(self, row, other):
         self.rows[row], self.rows[other] = self.rows[other], self.rows[row]
         self.last_logits[[row, other]] = self.last_logits[[other, row]]
+
+    def prefers_fused(self, rows, others):
+        return self.fuses
 
     def read(self, row):
         """A state of no ports; what a saved state of this engine restores is its history."""

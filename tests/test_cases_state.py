@@ -13,19 +13,18 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from click.testing import CliRunner
 from reference_model import ReferenceModel
 from sample_models import mamba_layer, model
 
-import fixedstate.runtime
 from fixedstate.bundle import Bundle
-from fixedstate.cli import cli
 from fixedstate.errors import UsageError
 from fixedstate.export.checkpoint import load_checkpoint
 from fixedstate.export.weights import tensor_shapes
 from fixedstate.runtime.decoder import Decoder, open_engine
 from fixedstate.runtime.engine import SessionEngine
+from fixedstate.runtime.prefix import PrefixStore
 from fixedstate.runtime.requests import Request, Settings
+from fixedstate.runtime.snapshot import Snapshot
 from fixedstate.spec import Mamba2Sizes, ModelSpec
 from fixedstate.state import StateSpec, graph_ports
 
@@ -349,16 +348,28 @@ def test_ST_08_requests_leave_nothing_behind(subject, name, between, monkeypatch
     assert decoder.generate([a])[0].token_ids == first
 
 
-def test_ST_10_nothing_pretends_to_restore(bundle_path):
-    """There is no rolling back yet: no call for it, and the option is a usage error."""
-    offered = {name.lower() for name in dir(fixedstate.runtime)} | set(dir(Decoder))
-    assert not [n for n in offered if any(w in n for w in ("restore", "rollback", "snapshot"))]
-    done = CliRunner().invoke(
-        cli, ["generate", str(bundle_path("F1")), "--prompt-ids", "1", "--prefix", "x"]
-    )
-    assert done.exit_code == 2
-    assert "--prefix" in done.stderr
-    assert done.stdout == ""
+@pytest.mark.parametrize("name", ALL)
+def test_ST_10_a_state_that_is_gone_is_not_replaced_by_another(subject, name):
+    """Where one state is kept and an older one is asked for there is none, and nothing moves."""
+    one = subject(name)
+    row, states = one.ids(3 * one.length, seed=6), []
+    for block in range(3):
+        one.commit(row[block * one.length : (block + 1) * one.length])
+        states.append(Snapshot.take(one.engine, 0))
+    store = PrefixStore(states[-1].nbytes)
+    for state in states:
+        store.put(row[: state.past_length], state)
+    assert (len(store), store.evictions) == (1, 2)
+    before = one.engine.buffers.hash()
+    assert store.find(row[: one.length], one.length, 1) is None
+    assert store.find(row[: 2 * one.length + 1], one.length, 1) is None
+    assert one.engine.buffers.hash() == before
+    found = store.find(row, one.length, 1)
+    assert found is not None
+    blocks, state = found
+    assert (blocks, state.past_length) == (3, 3 * one.length)
+    state.restore(one.engine, 1)
+    assert_same_bytes(one.engine.read(1), one.engine.read(0))
 
 
 # --- ST-11, ST-12: sizes and one formula ----------------------------------------------------------

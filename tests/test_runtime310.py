@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
 from fixedstate.cli import cli
+from fixedstate.runtime import Request, Settings, load
+from fixedstate.runtime.snapshot import Snapshot
+from fixedstate.runtime.text import Text
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.mark.timeout(900)  # the first use installs the environment
@@ -41,3 +49,35 @@ def test_shipped_models_give_the_same_answers_on_the_old_environment(runtime310,
     same = ("text", "token_ids", "finish_reason", "blocks", "denoise_passes", "state_bytes")
     for ours, theirs in zip(json.loads(new.stdout), old, strict=True):
         assert {key: ours[key] for key in same} == {key: theirs[key] for key in same}
+
+
+@pytest.mark.timeout(900)
+def test_saved_states_on_the_old_environment(runtime310):
+    """Their own tests, and a state made there is the file that is made here."""
+    tests = ("tests/runtime/test_snapshot.py", "tests/runtime/test_prefix.py")
+    options = ("-q", "-p", "no:cacheprovider", "-W", "error")
+    done = runtime310.run("-m", "pytest", *options, *tests, cwd=ROOT)
+    assert re.search(r"^\d+ passed in", done.stdout, re.MULTILINE), done.stdout
+
+
+@pytest.mark.timeout(900)
+def test_saved_states_travel_to_the_old_environment(runtime310, bundle_path, tmp_path):
+    """A file made on one side goes on on the other, to the tokens it has at home."""
+    bundle = bundle_path("tiny-mamba")
+    ids = Text.open(bundle).encode("set arm_3 17\nbattery low\nset cam_1 5\nmove cam_1\n")
+    words = ("prefix", "make", bundle, "--ids", ",".join(map(str, ids)), "--threads", "1", "-o")
+    runtime310.run("-m", "fixedstate", *words, tmp_path / "old.state")
+    new = CliRunner().invoke(cli, [*map(str, words), str(tmp_path / "new.state")])
+    assert new.exit_code == 0, new.stderr
+    shown = runtime310.run("-m", "fixedstate", "prefix", "show", tmp_path / "new.state").stdout
+    state = Snapshot.load(tmp_path / "old.state")
+    assert json.loads(shown)["past_length"] == state.past_length
+    for name, array in Snapshot.load(tmp_path / "new.state").arrays.items():
+        np.testing.assert_allclose(state.arrays[name], array, atol=1e-4, err_msg=name)
+    with load(bundle, threads=1) as decoder:
+        question = Text.open(bundle).encode("get arm_3\n")
+        for name in ("old", "new"):
+            prefix = Snapshot.load(tmp_path / f"{name}.state")
+            request = Request(question, Settings(24), prefix=prefix)
+            answer = decoder.generate([request])[0].token_ids
+            assert Text.open(bundle).decode(answer) == '{"arm_3": 17}'

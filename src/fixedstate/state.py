@@ -294,6 +294,11 @@ def split_role(role: str) -> tuple[str, str]:
     return role, "logits"
 
 
+def head_role(role: str, head: str) -> str:
+    """The role that runs the same pass and gives what a head gives."""
+    return role if head == "logits" else f"{role}_{head}"
+
+
 def top_count(spec: ModelSpec, top_k: int) -> int:
     """Tokens that a ``top_k`` head gives: no more than the model can choose from."""
     masked = spec.mask_id is not None and spec.mask_id < spec.vocab_size

@@ -125,6 +125,7 @@ class ScriptedEngine:
     provider = "scripted"
     fuses = False
     whole_blocks = True
+    head = "logits"
 
     def __init__(self, spec, slots, limit=None, *, interrupt_at=None, bad_row_at=None):
         self.spec, self.slots, self.limit = spec, slots, limit
@@ -171,7 +172,7 @@ class ScriptedDecoder:
         self.bundle, self.spec = bundle, bundle.spec
         self.engine = ScriptedEngine(bundle.spec, slots, limit, **faults)
 
-    def stream(self, requests, on_pass=None):
+    def stream(self, requests, on_pass=None, watcher=None):
         return Stream(self.engine, requests, self.bundle.decode, on_pass=on_pass, load_seconds=0.25)
 
     def generate(self, requests, on_pass=None):

@@ -29,7 +29,7 @@ def test_make_prints_the_path_and_says_what_it_took(run, tmp_path, text):
     done = run("prefix", "make", GOLDEN, "--text", text, "-o", out, "--threads", 1)
     assert (done.code, done.out) == (0, f"{out}\n")
     (line,) = done.lines
-    assert line.startswith("20 tokens (4 pending), 9,")
+    assert line.startswith("20 tokens (4 pending), 6,400 bytes of state, ")
     assert line.endswith(" ms")
     state = Snapshot.load(out)
     assert (state.past_length, len(state.pending), state.seed) == (16, 4, 0)

@@ -404,7 +404,7 @@ def test_exported_models_keep_the_laws(tmp_path, name: str) -> None:
     report = export_bundle(tmp_path / "checkpoint", tmp_path / "bundle", fused=fused)
     assert report.parity["passed"]
     results = check_bundle(report.bundle)
-    assert {result.law for result in results} == {1, 2, 3, 4, 6}
+    assert {result.law for result in results} == {1, 2, 3, 4, 6, 7}
     assert [str(result) for result in results if not result.passed] == []
 
 

@@ -381,10 +381,10 @@ def test_roles_may_share_one_graph(toy, tmp_path):
     folder = write_toy_bundle(tmp_path / "one.bundle", roles=("commit_denoise",))
     assert answer(folder).token_ids == answer(toy).token_ids
     folder = write_toy_bundle(tmp_path / "all", roles=("denoise", "commit", "commit_denoise"))
-    for single in (False, True):
-        engine = open_engine(Bundle.open(folder), single_graph=single)
-        assert len(set(map(id, engine._sessions.values()))) == 2 - single
-        assert answer(folder, single_graph=single).token_ids == answer(toy).token_ids
+    for memory, sessions in (("fast", 2), ("lean", 1)):
+        engine = open_engine(Bundle.open(folder), memory=memory)
+        assert len(set(map(id, engine._sessions.values()))) == sessions
+        assert answer(folder, memory=memory).token_ids == answer(toy).token_ids
 
 
 def test_a_bundle_without_the_role_is_refused(tmp_path):

@@ -248,6 +248,7 @@ class Hesitant:
     wait: int
     steps: int = 6
     monotone: ClassVar[bool] = False
+    needs: ClassVar[str] = "confidence"
 
     def reveal(self, view):
         go = view.step >= self.wait

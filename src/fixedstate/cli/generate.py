@@ -24,10 +24,12 @@ from fixedstate.cli.options import (
     token_ids,
 )
 from fixedstate.cli.output import echo_json, note, progress
+from fixedstate.cli.record import record_options, recorder
 
 if TYPE_CHECKING:
     from fixedstate.bundle import Bundle
     from fixedstate.runtime import Decoder, Request, Result
+    from fixedstate.runtime.scheduler import Watcher
     from fixedstate.runtime.text import Text
 
 _SLOTS = 16  # prompts decoded at once; further ones wait for the next wave
@@ -108,6 +110,7 @@ _CANCELLED = 130
     help="Print text as blocks finish (one prompt) [default: stream].",
 )
 @click.option("--watch", is_flag=True, help="Show the slots being filled, on the terminal.")
+@record_options
 @json_option
 @debug_option
 @click.pass_context
@@ -120,7 +123,8 @@ def command(context: click.Context, /, bundle: Path, as_json: bool, **options: A
     """
     job = _prepare(bundle, options)
     shown = job.stream_here(as_json)
-    results = job.run(shown)
+    with recorder(job.decoder, bundle, options) as job.watcher:
+        results = job.run(shown)
     if as_json:
         documents = [job.document(index, result) for index, result in enumerate(results)]
         echo_json(documents[0] if len(documents) == 1 else documents)
@@ -174,6 +178,7 @@ class Job:
         stream: bool = True,
     ) -> None:
         self.decoder, self.text, self.requests = decoder, text, requests
+        self.watcher: Watcher | None = None
         self._stream = stream
         self._watch = watch and sys.stderr.isatty()
         if watch and not self._watch:
@@ -188,7 +193,9 @@ class Job:
         """Decode all prompts; Ctrl-C ends the open ones as cancelled."""
         pieces = self.text.incremental() if self.text else None
         with self._view(shown) as view:
-            stream = self.decoder.stream(self.requests, on_pass=view.on_pass if view else None)
+            stream = self.decoder.stream(
+                self.requests, on_pass=view.on_pass if view else None, watcher=self.watcher
+            )
             try:
                 for event in stream:
                     if shown and pieces:

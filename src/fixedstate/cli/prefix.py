@@ -65,7 +65,6 @@ def make(
     if output.is_dir():
         raise click.UsageError(f"{output} is a folder: choose another name for the file")
     from fixedstate import runtime
-    from fixedstate.runtime.prefix import make_prefix
 
     with progress("opening the bundle") as tell, runtime.load(bundle, threads=threads) as decoder:
         tokens = _tokens(decoder.bundle, text) if text is not None else ids
@@ -73,7 +72,7 @@ def make(
             raise click.UsageError("the prefix is empty: there is nothing to save")
         tell(f"committing {len(tokens)} tokens")
         start = time.perf_counter()
-        state = make_prefix(decoder.engine, tokens, decoder.bundle.decode.prefill_blocks)
+        state = decoder.prefill(tokens)
         seconds = time.perf_counter() - start
         state.save(output)
     if as_json:

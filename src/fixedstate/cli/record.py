@@ -1,0 +1,83 @@
+"""The options of a flight recording, which verbs that decode share."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from fixedstate.cli.options import POSITIVE, F
+from fixedstate.cli.output import note
+
+if TYPE_CHECKING:
+    from fixedstate.runtime import Decoder
+    from fixedstate.runtime.scheduler import Watcher
+
+
+def record_options(function: F) -> F:
+    """Add ``--record``, ``--record-every``, ``--record-length`` and ``--force``."""
+    for option in reversed(
+        (
+            click.option(
+                "--record",
+                type=click.Path(path_type=Path),
+                metavar="DIR",
+                help="Keep a flight recording there, for `replay`.",
+            ),
+            click.option(
+                "--record-every",
+                type=POSITIVE,
+                metavar="N",
+                help="Blocks between two saved states [default: 64].",
+            ),
+            click.option(
+                "--record-length",
+                type=click.IntRange(min=1 << 12),
+                metavar="N",
+                help="Passes and commits that are kept [default: 65536].",
+            ),
+            click.option("--force", is_flag=True, help="Replace an older recording."),
+        )
+    ):
+        function = option(function)
+    return function
+
+
+@contextlib.contextmanager
+def recorder(decoder: Decoder, bundle: Path, options: dict[str, Any]) -> Iterator[Watcher | None]:
+    """What watches the decoding, where a recording was asked for.
+
+    Args:
+        decoder: What decodes.
+        bundle: Its folder, as it was given.
+        options: Of the command line.
+
+    Raises:
+        UsageError: where the folder is there already.
+        click.UsageError: for options of a recording without one.
+    """
+    names = ("record_every", "record_length")
+    given = {name.removeprefix("record_"): options[name] for name in names if options[name]}
+    folder = options["record"]
+    if folder is None:
+        if given or options["force"]:
+            raise click.UsageError("--record-every, --record-length and --force need --record")
+        yield None
+        return
+    from fixedstate.runtime.recorder import Recorder
+
+    with Recorder.start(
+        folder,
+        decoder.engine,
+        decoder.bundle,
+        name=str(bundle),
+        threads=options["threads"],
+        force=options["force"],
+        **given,
+    ) as started:
+        yield started
+    if started.header.unsaved:
+        note(f"states were not saved in {folder}: {started.header.unsaved}")

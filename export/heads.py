@@ -34,39 +34,37 @@ def head_values(head: str, logits: Tensor, spec: ModelSpec, top_k: int) -> dict[
         ``tokens`` [B, R] int64 and ``confidence`` [B, R]; ``entropy`` [B, R] in nats of the same
         distribution; ``top_tokens`` and ``top_confidence`` [B, R, k], the most likely first.
     """
-    allowed = _allowed(spec)
-    scores = logits if allowed is None else torch.where(allowed, logits, _LOWEST)
-    tokens = scores.argmax(-1)
-    chosen = tokens[..., None]
-    # not the maximum: where a NaN hides from one of the two, the score at the token shows it
-    best = scores.gather(-1, chosen)
+    scores = _choosable(logits, spec)
+    top, ids = scores.topk(top_count(spec, top_k) if head == "top_k" else 1, -1)
+    # the best score is the one at the token: where a NaN hides from the choice, it shows in a sum
+    best, chosen = top[..., :1], ids[..., :1]
     below = scores - best
     # one is added at the end: beside it the shares of a sure token's rivals would be rounded away
     others = below.exp().scatter(-1, chosen, 0.0)
     rest = _sum(others) + 0.0 * best + 0.0 * scores.amin(-1, keepdim=True)
     total = 1.0 + rest
     one = total.new_ones(1)  # a quotient is rounded alike everywhere, a reciprocal is not
-    out = {"tokens": tokens, "confidence": (one / total)[..., 0]}
+    out = {"tokens": chosen[..., 0], "confidence": (one / total)[..., 0]}
     if head == "entropy":
         spread = _sum(others * below.clamp(min=_NOTHING))
         out["entropy"] = (_log(total) - spread / total)[..., 0]
     if head == "top_k":
-        top, ids = scores.topk(top_count(spec, top_k), -1)
         out["top_tokens"] = ids
         out["top_confidence"] = (top - best).exp() / total
     return out
 
 
-def _allowed(spec: ModelSpec) -> Tensor | None:
-    """[vocab_rows] bool: the ids that can be chosen; None where all can."""
-    ids = torch.arange(spec.vocab_rows)
-    allowed = None
-    if spec.vocab_size < spec.vocab_rows:
-        allowed = ids < spec.vocab_size
-    if spec.mask_id is not None and spec.mask_id < spec.vocab_size:
-        unmasked = ids != spec.mask_id
-        allowed = unmasked if allowed is None else allowed & unmasked
-    return allowed
+def _choosable(logits: Tensor, spec: ModelSpec) -> Tensor:
+    """Scores [B, R, V] of the ids below V, the mask's out of the way; cut or written over, since
+    selecting them takes longer than everything else here."""
+    count, mask = spec.vocab_size, spec.mask_id
+    if mask == count - 1:
+        count, mask = mask, None
+    scores = logits[..., :count] if count < spec.vocab_rows else logits
+    if mask is None or mask >= count:
+        return scores
+    place = torch.full((*scores.shape[:-1], 1), mask)
+    return scores.scatter(-1, place, _LOWEST)
 
 
 def _log(x: Tensor) -> Tensor:

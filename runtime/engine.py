@@ -360,7 +360,7 @@ class SessionEngine:
         self._fused = fused in sessions
         if self._fused:
             self._sessions["commit_denoise"] = sessions[fused]
-        self._attends = any(layer.mixer == "attention" for layer in spec.layers)
+        self._attends = any(layer.mixer.endswith("attention") for layer in spec.layers)
         width = spec.vocab_rows if spec.logit_shift else 0
         self.buffers = StateBuffers(state, slots, spec.block_len, capacity, limit, width)
         self._scratch = _Scratch()
@@ -414,8 +414,8 @@ class SessionEngine:
 
         With one graph for everything always: it computes both forms anyway. With a graph of its
         own for denoising only where the products of one pass are too small to run at full rate,
-        which is a single row; with softmax attention the sums of the fused pass are split in
-        another way, so its bytes differ, and the way must be the same for any number of rows.
+        which is a single row; with attention the sums of the fused pass are split in another way,
+        so its bytes differ, and the way must be the same for any number of rows.
         """
         if not self._fused:
             return False

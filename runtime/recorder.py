@@ -361,17 +361,31 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
-def _make_folder(folder: Path, force: bool) -> None:
-    """Make the folder, in the place of an older recording if that is wanted."""
+def check_folder(folder: Path, force: bool) -> None:
+    """Refuse a folder that cannot be recorded into, before any work starts.
+
+    Raises:
+        UsageError: where something is there already (with force: something else than a
+            recording), or it cannot be made there.
+    """
     if folder.exists() or folder.is_symlink():
         if not force:
             raise UsageError(f"{folder} exists: choose another name or add --force to replace it")
-        if not (folder.is_dir() and (folder / HEADER).is_file()):
+        if folder.is_symlink() or not (folder / HEADER).is_file():
             raise UsageError(
                 f"{folder} is no recording, so it is not replaced: choose another name"
             )
-        shutil.rmtree(folder)
+    parent = folder.absolute().parent
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise UsageError(f"{parent} is no folder that can be written: make it or choose another")
+
+
+def _make_folder(folder: Path, force: bool) -> None:
+    """Make the folder, in the place of an older recording if that is wanted."""
+    check_folder(folder, force)
     try:
+        if folder.exists():
+            shutil.rmtree(folder)
         folder.mkdir()
     except OSError as err:
         raise UsageError(f"{folder} cannot be made: {err.strerror or err}") from err

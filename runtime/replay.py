@@ -47,8 +47,8 @@ COMPARED = ("bytes", "numbers")
 
 _NAMED = 8  # slots that a text names at most
 _NO_PORT = (
-    "; every port is equal at the next commit, so the cause lies behind the last state: in the last "
-    "layers' outputs or the head"
+    "; every port is equal at the next commit, so the cause lies behind the last state: in what "
+    "comes after it in its layer, in later layers or in the head"
 )
 
 
@@ -373,7 +373,8 @@ def _choose_start(
     starts: list[tuple[Begun, SavedState | None]] = []
     if events and isinstance(events[0], Begun) and events[0].past_length == 0:
         starts.append((events[0], None))
-    starts += [(state.begun, state) for state in states]
+    last = max((event.number for event in events if isinstance(event, Pass)), default=-1)
+    starts += [(state.begun, state) for state in states if state.next <= last]
     if from_block is None:
         return starts[0] if starts else None
     before = [start for start in starts if start[1] is None or start[1].block < from_block]

@@ -184,7 +184,7 @@ class ScriptedDecoder:
 class LetterText:
     """One letter per id from 3 on, ids 0 to 2 say nothing; any other character gets some id."""
 
-    def encode(self, text):
+    def encode(self, text, *, goes_on=False):
         return [3 + (ord(c) - ord("a")) % 33 for c in text]
 
     def decode(self, ids):

@@ -56,6 +56,33 @@ def test_a_prefix_is_what_a_request_would_have(count):
     assert (found.past_length, len(found.pending)) == (whole, count % 8)
 
 
+@pytest.mark.parametrize("cut", [0, 3, 8, 13, 16, 24, 40])
+def test_a_prefix_that_goes_on_from_another_ends_alike(cut):
+    """Its pending ids come first, and slices stay those counted from the first token."""
+    one, tokens, prefill = engine(), ids(60, seed=2), 2
+    alone = make_prefix(one, tokens, prefill)
+    first = make_prefix(one, tokens[:cut], prefill)
+    found = make_prefix(one, tokens[cut:], prefill, prefix=first)
+    assert (found.past_length, found.pending) == (alone.past_length, alone.pending)
+    for name, array in found.arrays.items():
+        np.testing.assert_allclose(array, alone.arrays[name], atol=1e-5, err_msg=name)
+    if cut // 8 % prefill == 0:
+        assert found.to_bytes() == alone.to_bytes()
+
+
+def test_a_prefix_does_not_go_on_from_that_of_another_model():
+    """Nothing is run and nothing written."""
+    one = engine()
+    one.commit(ids(8)[None], np.array([8]))
+    before = one.buffers.hash()
+    with pytest.raises(StateError, match="the state was made with weights"):
+        make_prefix(one, ids(8), 2, prefix=state_of(ids(8)))
+    first = make_prefix(engine(), ids(29), 2)
+    with pytest.raises(CapacityError, match="32 tokens in whole blocks; the limit is 24"):
+        make_prefix(engine(limit=24), ids(5), 2, prefix=first)
+    assert one.buffers.hash() == before
+
+
 def test_prefixes_that_do_not_fit_are_refused_before_a_pass():
     """By the limit in whole blocks, and by ids that are no tokens."""
     small = engine(limit=32)

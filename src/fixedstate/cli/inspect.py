@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -124,15 +125,24 @@ def _row_bytes(port: Port) -> int | None:
 
 
 def _memory(bundle: Bundle) -> dict[str, Any]:
-    """Bytes of one row: both buffers of every pair, one of every appended port."""
+    """Bytes of one row, and the plan of every memory mode that the bundle has graphs for."""
     from fixedstate.bundle import WEIGHTS
+    from fixedstate.errors import UsageError
+    from fixedstate.runtime import memory
 
     per_token = bundle.state.kv_bytes_per_token()
     steps = sum(port.nbytes(1) for port in bundle.state.stepped)
+    plans = {}
+    for mode in (None,) if bundle.spec.objective == "full" else memory.MODES:
+        with contextlib.suppress(UsageError):
+            plan = memory.plan(bundle, mode)
+            plans[plan.memory] = plan.to_dict()
     return {
         "weights": (bundle.path / WEIGHTS).stat().st_size,
         "state_two_buffers": 2 * (bundle.state.state_bytes() + steps),
         **{f"kv_{tokens}_tokens": tokens * per_token for tokens in _KV_TOKENS},
+        "default": memory.choose(bundle),
+        "plans": plans,
     }
 
 
@@ -190,5 +200,18 @@ def _print(data: dict[str, Any]) -> None:
     echo_table(
         "Memory of one row",
         ("what", "bytes>"),
-        [(names[key], byte_text(value)) for key, value in memory.items()],
+        [(text, byte_text(memory[key])) for key, text in names.items()],
+    )
+    parts = ("weights", "state", "kv", "scratch", "process", "total")
+    echo_table(
+        "Memory plans (1 slot)",
+        ("memory", "sessions", *(f"{part}>" for part in parts)),
+        [
+            (
+                f"{mode} (default)" if mode == memory["default"] else mode,
+                ", ".join(plan["sessions"]),
+                *(f"{plan[part]:,}" for part in parts),
+            )
+            for mode, plan in memory["plans"].items()
+        ],
     )

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def record_options(function: F) -> F:
-    """Add ``--record``, ``--record-every``, ``--record-length`` and ``--force``."""
+    """Add ``--record``, ``--record-every`` and ``--record-length``; the verb has ``--force``."""
     for option in reversed(
         (
             click.option(
@@ -39,11 +39,25 @@ def record_options(function: F) -> F:
                 metavar="N",
                 help="Passes and commits that are kept [default: 65536].",
             ),
-            click.option("--force", is_flag=True, help="Replace an older recording."),
         )
     ):
         function = option(function)
     return function
+
+
+def check_record(options: dict[str, Any]) -> None:
+    """Refuse what cannot be recorded, before the bundle is opened.
+
+    Raises:
+        UsageError: where the folder is there already.
+        click.UsageError: for options of a recording without one.
+    """
+    if options["record"] is not None:
+        from fixedstate.runtime.recorder import check_folder
+
+        check_folder(options["record"], options["force"])
+    elif options["record_every"] or options["record_length"]:
+        raise click.UsageError("--record-every and --record-length need --record")
 
 
 @contextlib.contextmanager
@@ -53,20 +67,14 @@ def recorder(decoder: Decoder, bundle: Path, options: dict[str, Any]) -> Iterato
     Args:
         decoder: What decodes.
         bundle: Its folder, as it was given.
-        options: Of the command line.
-
-    Raises:
-        UsageError: where the folder is there already.
-        click.UsageError: for options of a recording without one.
+        options: Of the command line; see :func:`check_record`.
     """
-    names = ("record_every", "record_length")
-    given = {name.removeprefix("record_"): options[name] for name in names if options[name]}
     folder = options["record"]
     if folder is None:
-        if given or options["force"]:
-            raise click.UsageError("--record-every, --record-length and --force need --record")
         yield None
         return
+    names = ("record_every", "record_length")
+    given = {name.removeprefix("record_"): options[name] for name in names if options[name]}
     from fixedstate.runtime.recorder import Recorder
 
     with Recorder.start(

@@ -55,8 +55,10 @@ def head_values(head: str, logits: Tensor, spec: ModelSpec, top_k: int) -> dict[
 
 
 def _choosable(logits: Tensor, spec: ModelSpec) -> Tensor:
-    """Scores [B, R, V] of the ids below V, the mask's out of the way; cut or written over, since
-    selecting them takes longer than everything else here."""
+    """Scores [B, R, V] of the ids below V, the mask's out of the way.
+
+    Ids are cut off or written over: to select them takes longer than everything else here.
+    """
     count, mask = spec.vocab_size, spec.mask_id
     if mask == count - 1:
         count, mask = mask, None

@@ -20,7 +20,6 @@ from fixedstate.runtime.requests import Request, Result, check_decodable
 from fixedstate.runtime.scheduler import OnPass, Scheduler, Watcher
 from fixedstate.runtime.snapshot import Snapshot
 from fixedstate.spec import ModelSpec
-from fixedstate.state import HEADS, split_role
 
 
 class Decoder:
@@ -150,6 +149,9 @@ class Decoder:
             )
             try:
                 yield scheduler
+            except BaseException:
+                scheduler.cancel_all(broken=True)  # a pass may have been cut short
+                raise
             finally:
                 scheduler.cancel_all()
 
@@ -242,8 +244,7 @@ def load(
     bundle = Bundle.open(path, verify_weights=verify_weights)
     engine: SessionEngine | FullEngine
     if bundle.spec.objective == "full":
-        check_heads(bundle, head)
-        choose(bundle, memory)
+        choose(bundle, memory, head=head)
         engine = open_full(
             bundle,
             threads=threads,
@@ -293,7 +294,6 @@ def open_engine(
             "this model looks at the whole sequence (objective 'full'): no exact cache exists for "
             "it, so no state can go from block to block; it decodes over whole sequences only"
         )
-    check_heads(bundle, head)
     sessions = ort.open_sessions(
         bundle,
         roles(bundle, choose(bundle, memory, head=head), head),
@@ -311,22 +311,6 @@ def open_engine(
         capacity=capacity,
         weights=bundle.weights,
     )
-
-
-def check_heads(bundle: Bundle, head: str) -> None:
-    """Refuse a reduced head that a bundle does not have.
-
-    Raises:
-        UsageError: naming those it has.
-    """
-    if head not in HEADS:
-        raise UsageError(f"head {head!r} is unknown; use one of {', '.join(HEADS)}")
-    has = sorted({split_role(role)[1] for role in bundle.graphs} - {"logits"})
-    if head not in ("logits", *has):
-        raise UsageError(
-            f"{bundle.path} has no head {head!r} (it has {', '.join(has) or 'none'}): export it "
-            f"with --head {head}, or load it without a head"
-        )
 
 
 def open_full(

@@ -9,7 +9,7 @@ from typing import Any
 from fixedstate.bundle import WEIGHTS, Bundle
 from fixedstate.errors import UsageError
 from fixedstate.runtime.buffers import columns_for
-from fixedstate.state import head_role
+from fixedstate.state import HEADS, head_role, split_role
 
 MODES = ("lean", "fast")
 """``lean`` holds the weights once, ``fast`` twice and needs less time for a pass."""
@@ -150,10 +150,12 @@ def choose(
         lean_above: Bytes.
 
     Raises:
-        UsageError: for a mode that is none, or one for a model that has no choice.
+        UsageError: for a mode that is none, one for a model that has no choice, or a head that
+            the bundle does not have.
     """
     if memory is not None and memory not in MODES:
         raise UsageError(f"memory {memory!r} is unknown; use one of {', '.join(MODES)}")
+    check_heads(bundle, head)
     if bundle.spec.objective == "full":
         if memory is None:
             return "full"
@@ -189,6 +191,22 @@ def roles(bundle: Bundle, memory: str, head: str = "logits") -> tuple[str, ...]:
         return (fused,)
     _require(bundle, memory, denoise)
     return (denoise, "commit" if "commit" in has and fused not in has else fused)
+
+
+def check_heads(bundle: Bundle, head: str) -> None:
+    """Refuse a reduced head that a bundle does not have.
+
+    Raises:
+        UsageError: naming those it has.
+    """
+    if head not in HEADS:
+        raise UsageError(f"head {head!r} is unknown; use one of {', '.join(HEADS)}")
+    has = sorted({split_role(role)[1] for role in bundle.graphs} - {"logits"})
+    if head not in ("logits", *has):
+        raise UsageError(
+            f"{bundle.path} has no head {head!r} (it has {', '.join(has) or 'none'}): export it "
+            f"with --head {head}, or load it without a head"
+        )
 
 
 def _require(bundle: Bundle, memory: str, role: str) -> None:

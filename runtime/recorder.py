@@ -5,6 +5,7 @@ This module mutates: :class:`Recorder` writes its folder, while a scheduler tell
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 from dataclasses import dataclass, replace
@@ -101,6 +102,7 @@ class Recorder:
         self._open: dict[int, _Open] = {}
         self._count = 0
         self._turn = 0  # which file of a saved state is written next
+        self._keys = [""] * header.states  # of the files
         self._padded = 0
         self._write(HEADER, header.to_json())  # last: a folder with it is a recording
 
@@ -152,8 +154,10 @@ class Recorder:
     def begun(self, row: Row, slot: int) -> None:
         """A request was seated: its state is the one before its prompt."""
         past = int(self._engine.past_length[slot])
+        key = self._key(slot) if past else ""
         values: dict[str, Any] = {
             "past_length": past,
+            "state": key,
             "room": row.room,
             "prompt": len(row.prompt),
             "rules": rules_to_dict(row.rules),
@@ -163,18 +167,14 @@ class Recorder:
         number = self._ring.append(self._layout.pack_begun(slot, request, values))
         opened = _Open(Begun(number, request, slot, **values))
         self._open[row.request] = opened
-        if past:
-            self._save(opened, slot, -1)
+        if past and key not in self._keys:
+            self._save(opened, slot, -1, key)
 
     def committed(self, row: Row, slot: int, ids: Array, *, fused: bool) -> None:
         """A row's state now holds these tokens more."""
         opened, engine = self._open[row.request], self._engine
         past = int(engine.past_length[slot]) - len(ids)
-        ports = b""
-        if self.header.state.committed:
-            views = cast(VisibleEngine, engine).views(slot)
-            ports = hash_ports(self.header.state, views, past)
-        last = hash_row(engine.last_logits[slot]) if self._spec.logit_shift else _NO_HASH
+        ports, last = self._hashes(slot, past)
         event = self._layout.pack_commit(
             slot,
             opened.begun.request,
@@ -230,28 +230,44 @@ class Recorder:
         begun = opened.begun
         self._ring.append(self._layout.pack_ended(begun.slot, begun.request, values))
 
+    def _hashes(self, slot: int, begin: int) -> tuple[bytes, bytes]:
+        """Of every port (of its columns from `begin` on), and of the last logits."""
+        engine, state, ports = self._engine, self.header.state, b""
+        if state.committed:
+            ports = hash_ports(state, cast(VisibleEngine, engine).views(slot), begin)
+        last = hash_row(engine.last_logits[slot]) if self._spec.logit_shift else _NO_HASH
+        return ports, last
+
     # --- saved states
 
-    def _save(self, opened: _Open, slot: int, block: int) -> None:
-        """Save the state of a row; `block` of its answer is full and not in it yet."""
+    def _key(self, slot: int) -> str:
+        """What a state is known by."""
+        past = int(self._engine.past_length[slot])
+        parts = (past.to_bytes(8, "little"), *self._hashes(slot, 0))
+        return hashlib.blake2b(b"".join(parts), digest_size=HASH).hexdigest()
+
+    def _save(self, opened: _Open, slot: int, block: int, key: str = "") -> None:
+        """Save the state of a row over the oldest; see :class:`SavedState` for block and key."""
         header = self.header
         if not header.states:
             return
         try:
             taken = Snapshot.take(self._engine, slot, seed=opened.begun.rules["seed"])
-            pieces = state_file(opened.begun, self._ring.next, block, taken.to_bytes())
+            state = taken.to_bytes()
+            pieces = state_file(opened.begun, self._ring.next, block, key, state)
             size = sum(map(len, pieces))
             if size > header.state_bytes:
                 raise StateError(
                     f"a state of {taken.past_length} tokens takes {size} bytes, more than the "
                     f"{header.state_bytes} of a file"
                 )
-            name = f"state-{self._turn % header.states:03d}.bin"
-            self._write(name, *pieces, bytes(self._padding(size)))
+            place = self._turn % header.states
+            self._write(f"state-{place:03d}.bin", *pieces, bytes(self._padding(size)))
         except StateError as err:
             self._unsaved(str(err))
             return
         self._turn += 1
+        self._keys[place] = key
         self._ring.flush()
 
     def _padding(self, size: int) -> int:

@@ -264,6 +264,7 @@ class Begun:
         past_length: Committed tokens it goes on from; 0 for a new row.
         room: Tokens it can come to.
         prompt: Tokens of the prompt.
+        state: Key of the saved state it goes on from; empty for a new row.
         rules: See :func:`rules_to_dict`.
     """
 
@@ -271,6 +272,7 @@ class Begun:
     request: int
     slot: int
     past_length: int
+    state: str
     room: int
     prompt: int
     rules: dict[str, Any]
@@ -384,7 +386,7 @@ class Layout:
         """Bytes of a pass at most."""
 
     def pack_begun(self, slot: int, request: int, values: Mapping[str, Any]) -> bytes:
-        """A :class:`Begun`: past_length, room, prompt and rules."""
+        """A :class:`Begun`: past_length, state, room, prompt and rules."""
         return self._note(_BEGUN, slot, request, values)
 
     def pack_ended(self, slot: int, request: int, values: Mapping[str, Any]) -> bytes:
@@ -472,14 +474,15 @@ class SavedState:
     Attributes:
         path: Its file.
         next: Number of the first cell behind it.
-        block: Finished blocks of the answer that are not in it yet count as its first: replay from
-            here begins with the commit of this block, or with the prompt where it is -1.
-        begun: Its request.
+        block: Of the answer: full, and not in the state yet; -1 for the state of a beginning.
+        key: Of the state of a beginning, which several requests may share; empty elsewhere.
+        begun: Its request, the first that had it.
     """
 
     path: Path
     next: int
     block: int
+    key: str
     begun: Begun
 
     def load(self) -> Snapshot:
@@ -488,22 +491,27 @@ class SavedState:
         Raises:
             StateError: where it is damaged.
         """
-        data = self.path.read_bytes()
+        try:
+            data = self.path.read_bytes()
+        except OSError as err:
+            raise StateError(f"{self.path} cannot be read: {err.strerror or err}") from err
         _, note, size, _ = _STATE_HEAD.unpack_from(data)
         start = _STATE_HEAD.size + note
         return Snapshot.from_bytes(data[start : start + size], str(self.path))
 
 
-def state_file(begun: Begun, after: int, block: int, state: bytes) -> tuple[bytes, bytes]:
+def state_file(begun: Begun, after: int, block: int, key: str, state: bytes) -> tuple[bytes, bytes]:
     """What stands before a saved state in its file, and the state.
 
     Args:
         begun: The request's beginning.
         after: Number of the first cell behind it.
         block: See :class:`SavedState`.
+        key: See :class:`SavedState`.
         state: What :meth:`Snapshot.to_bytes` gave.
     """
-    note = json.dumps({"next": after, "block": block, "begun": dataclasses.asdict(begun)}).encode()
+    place = {"next": after, "block": block, "key": key, "begun": dataclasses.asdict(begun)}
+    note = json.dumps(place).encode()
     digest = hashlib.sha256(note).digest()
     return _STATE_HEAD.pack(_STATE_MARK, len(note), len(state), digest) + note, state
 
@@ -519,7 +527,7 @@ def _read_state(path: Path) -> SavedState | None:
     if hashlib.sha256(note).digest() != digest:
         return None
     values = json.loads(note)
-    return SavedState(path, values["next"], values["block"], Begun(**values["begun"]))
+    return SavedState(path, **{**values, "begun": Begun(**values["begun"])})
 
 
 # --- the whole -----------------------------------------------------------------------------------
@@ -532,7 +540,7 @@ class Recording:
     Attributes:
         header: What was run.
         events: What the ring still holds, oldest first.
-        states: Saved states behind which the ring holds everything, oldest first.
+        states: Saved states that can be gone on from, oldest first.
         lost: Cells that damage cut off.
         damaged: Names of saved states that are damaged.
     """
@@ -558,7 +566,7 @@ class Recording:
             state = _read_state(path)
             if state is None:
                 damaged.append(path.name)
-            elif log.begin <= state.next <= log.end:
+            elif state.key or log.begin <= state.next <= log.end:
                 states.append(state)
         return cls(
             header=header,

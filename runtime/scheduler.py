@@ -12,15 +12,23 @@ whose prompt is being committed.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Protocol, cast
 
 import numpy as np
 
 from fixedstate.bundle import DecodeDefaults
-from fixedstate.errors import CapacityError, DecodeError, FixedStateError, UsageError
+from fixedstate.errors import (
+    CapacityError,
+    DecodeError,
+    FixedStateError,
+    StateError,
+    UsageError,
+)
 from fixedstate.ports import Array
 from fixedstate.runtime.engine import Engine, HeadEngine
 from fixedstate.runtime.policies import PassView, Policy
@@ -295,7 +303,11 @@ class Scheduler:
         row.reason, row.error = reason, error
         row.seconds["total"] = time.perf_counter() - row.started
         if row.keep_state and slot is not None and error is None:
-            row.state = self._state_behind(slot, row)
+            try:
+                row.state = self._state_behind(slot, row)
+            except FixedStateError as err:
+                row.reason = reason = "error"
+                row.error = f"the answer is whole, but its state cannot be kept: {err}"
         self._results[row.request] = Result(
             token_ids=tuple(row.tokens),
             new_tokens=row.count,
@@ -419,7 +431,8 @@ class Scheduler:
         """Add the state behind a slice to the store, where other prompts can use it."""
         if self._prefixes is None or row.prefix is not None or not row.whole_blocks:
             return
-        self._prefixes.put(row.prompt[: row.prefilled], Snapshot.take(self._engine, slot))
+        with contextlib.suppress(StateError):  # not finite: the row's own scores will say so
+            self._prefixes.put(row.prompt[: row.prefilled], Snapshot.take(self._engine, slot))
 
     def _committed(self, row: Row, slot: int, ids: Array, *, fused: bool = False) -> None:
         if self._watcher is not None:
@@ -649,11 +662,13 @@ class Scheduler:
                 left.append(slot)
             elif full[slot]:
                 canvas = self._canvas[slot]
-                self._events.append(row.close_block(canvas.tolist()))
+                event = row.close_block(canvas.tolist())
                 if row.reason is not None:
                     self._end(row, row.reason, slot)
+                    self._events.append(replace(event, finish_reason=row.reason))
                     left.append(slot)
                     continue
+                self._events.append(event)
                 self._both[slot, :length] = canvas
                 row.pending = True
                 row.committed += length

@@ -2,8 +2,7 @@
 
 A file is a safetensors file: one tensor per port, without the axis of rows, and `last_logits`
 where the model predicts the next position. Its metadata say which weights and which StateSpec it
-belongs to, and hold the hash of every tensor and of themselves. Header and tensors are written and
-read here, so that nothing but numpy is needed and a large state stands in memory once.
+belongs to, and hold the hash of every tensor and of themselves.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import hashlib
 import json
 import os
 import re
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -32,23 +30,21 @@ from fixedstate.state import StatePort, StateSpec
 FORMAT = 1
 """Number of the file format this code writes; every older one loads, a newer one is refused."""
 
-_MARK = "fixedstate_state"  # the metadata key of FORMAT, by which a file is known
+_MARK = "fixedstate_state"  # the one metadata key, so that equal states have equal files
 _KEYS = (
-    *(_MARK, "weights", "state", "past_length", "pending", "seed", "block_len"),
+    *("format", "weights", "state", "past_length", "pending", "seed", "block_len"),
     *("last_logits", "tensors", "sha256"),
 )
 _LAST = "last_logits"
-_HASH = re.compile(r"[0-9a-f]{64}")
-_SPELLED = {
-    "float32": "F32",
-    "float16": "F16",
-    "uint16": "U16",  # also bfloat16, which numpy lacks: the StateSpec says so
-    "int8": "I8",
-    "uint8": "U8",
-    "int64": "I64",
-    "bool": "BOOL",
+_KINDS = {
+    **dict.fromkeys(("past_length", "seed", "block_len"), int),
+    "weights": str,
+    "pending": list,
+    _LAST: bool,
+    "tensors": dict,
+    "state": list,
 }
-_NUMPY = {spelled: np.dtype(name) for name, spelled in _SPELLED.items()}
+_HASH = re.compile(r"[0-9a-f]{64}")
 _BFLOAT16_EXPONENT = np.uint16(0x7F80)  # all ones: NaN or infinity
 
 
@@ -256,13 +252,37 @@ class Snapshot:
             StateError: where the engine's weights are not known, or the disk is full.
         """
         try:
-            write_atomic(Path(path), *self._pieces())
+            write_atomic(Path(path), self.to_bytes())
         except BundleError as err:
             raise StateError(str(err)) from err
 
     def to_bytes(self) -> bytes:
-        """The bytes of the file that :meth:`save` writes."""
-        return b"".join(self._pieces())
+        """The bytes of the file that :meth:`save` writes.
+
+        Raises:
+            StateError: where the engine's weights are not known.
+        """
+        from safetensors.numpy import save
+
+        if not _HASH.fullmatch(self.weights):
+            raise StateError(
+                f"the weights of this state are not known ({self.weights!r} is no sha256): it "
+                "could be loaded into any model, so it is not saved"
+            )
+        tensors = self._tensors()
+        values = {
+            "format": FORMAT,
+            "weights": self.weights,
+            "state": self.state.to_dict(),
+            "past_length": self.past_length,
+            "pending": list(self.pending),
+            "seed": self.seed,
+            "block_len": self.block_len,
+            _LAST: self.last_logits is not None,
+            "tensors": {name: _digest(tensors[name]) for name in sorted(tensors)},
+        }
+        sealed = json.dumps({**values, "sha256": _seal(values)})
+        return bytes(save(tensors, {_MARK: sealed}))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Snapshot:
@@ -283,7 +303,7 @@ class Snapshot:
 
     @classmethod
     def from_bytes(cls, data: bytes, what: str = "the saved state") -> Snapshot:
-        """Read what :meth:`to_bytes` gave; the arrays are views of these bytes.
+        """Read what :meth:`to_bytes` gave.
 
         Args:
             data: The content of a file.
@@ -292,11 +312,8 @@ class Snapshot:
         Raises:
             StateError: for bytes that are damaged, newer or no saved state.
         """
-        header, body = _split(data, what)
-        values = _values(header.pop("__metadata__", {}), what)
-        tensors = {name: _tensor(name, entry, body, what) for name, entry in header.items()}
-        if sum(array.nbytes for array in tensors.values()) != len(body):
-            raise StateError(f"{what} is damaged: its tensors do not fill its {len(data)} bytes")
+        tensors, metadata = _read(data, what)
+        values = _values(metadata, what)
         hashes = values.pop("tensors")
         for name in sorted(hashes.keys() ^ tensors.keys()):
             has = "lacks" if name in hashes else "holds an unknown"
@@ -320,39 +337,6 @@ class Snapshot:
         last = {} if self.last_logits is None else {_LAST: self.last_logits}
         return {**self.arrays, **last}
 
-    def _pieces(self) -> list[bytes | memoryview]:
-        """The file in pieces: its header, then the memory of every array."""
-        if not _HASH.fullmatch(self.weights):
-            raise StateError(
-                f"the weights of this state are not known ({self.weights!r} is no sha256): it "
-                "could be loaded into any model, so it is not saved"
-            )
-        # Wide elements first: every tensor then lies on a multiple of its element's size.
-        tensors = sorted(self._tensors().items(), key=lambda pair: -pair[1].dtype.itemsize)
-        values = {
-            _MARK: str(FORMAT),
-            "weights": self.weights,
-            "state": json.dumps(self.state.to_dict()),
-            "past_length": str(self.past_length),
-            "pending": json.dumps(self.pending),
-            "seed": str(self.seed),
-            "block_len": str(self.block_len),
-            _LAST: json.dumps(self.last_logits is not None),
-            "tensors": json.dumps({name: _digest(array) for name, array in tensors}),
-        }
-        header: dict[str, Any] = {"__metadata__": {**values, "sha256": _seal(values)}}
-        end = 0
-        for name, array in tensors:
-            begin, end = end, end + array.nbytes
-            header[name] = {
-                "dtype": _SPELLED[array.dtype.name],
-                "shape": list(array.shape),
-                "data_offsets": [begin, end],
-            }
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        return [struct.pack("<Q", len(text)) + text, *(_memory(array) for _, array in tensors)]
-
 
 def _check_row(engine: Engine, row: int) -> None:
     if not 0 <= row < engine.slots:
@@ -362,21 +346,20 @@ def _check_row(engine: Engine, row: int) -> None:
 # --- what a file holds ---------------------------------------------------------------------------
 
 
-def _split(data: bytes, what: str) -> tuple[dict[str, Any], memoryview]:
-    """The header of a safetensors file and the bytes behind it."""
-    size = struct.unpack_from("<Q", data)[0] if len(data) >= 8 else len(data)
-    if size > len(data) - 8:
-        raise StateError(
-            f"{what} is no saved state, or cut short: {len(data)} bytes do not hold the header of "
-            "a safetensors file"
-        )
+def _read(data: bytes, what: str) -> tuple[dict[str, Array], Any]:
+    """The tensors of a safetensors file and its metadata."""
+    from safetensors import SafetensorError
+    from safetensors.numpy import load
+
     try:
-        header = json.loads(data[8 : 8 + size])
-    except (ValueError, RecursionError) as err:
-        raise StateError(f"{what} is no saved state: its header is not JSON") from err
-    if not isinstance(header, dict):
-        raise StateError(f"{what} is no saved state: its header is no JSON object")
-    return header, memoryview(data)[8 + size :]
+        tensors: dict[str, Array] = load(data)
+        size = int.from_bytes(data[:8], "little")
+        metadata = json.loads(data[8 : 8 + size]).get("__metadata__", {})
+    except (SafetensorError, ValueError, KeyError, AttributeError) as err:
+        raise StateError(
+            f"{what} is no saved state, or damaged: {err}; copy it again or make it again"
+        ) from err
+    return tensors, metadata
 
 
 def _values(metadata: Any, what: str) -> dict[str, Any]:
@@ -386,60 +369,38 @@ def _values(metadata: Any, what: str) -> dict[str, Any]:
             f"{what} is a safetensors file, but no saved state: make one with "
             "`fixedstate prefix make`"
         )
-    number = metadata[_MARK]
-    if not isinstance(number, str) or not re.fullmatch(r"[1-9][0-9]{0,8}", number):
+    try:
+        values = json.loads(metadata[_MARK])
+        number = values["format"]
+    except (ValueError, KeyError, TypeError) as err:
+        raise StateError(f"{what} is damaged: its metadata are no JSON object ({err})") from err
+    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
         raise StateError(f"{what} is damaged: {number!r} is no format number")
-    if int(number) > FORMAT:
+    if number > FORMAT:
         raise StateError(
             f"{what} has format {number}, this version reads up to {FORMAT}: install a newer "
             "fixedstate or make the state again"
         )
-    if sorted(metadata) != sorted(_KEYS):
-        odd = sorted(set(_KEYS) ^ set(metadata))
+    if sorted(values) != sorted(_KEYS):
+        odd = sorted(set(_KEYS) ^ set(values))
         raise StateError(f"{what} is damaged: its metadata lack or add {', '.join(odd)}")
-    if _seal(metadata) != metadata["sha256"]:
+    if _seal(values) != values["sha256"]:
         raise StateError(
             f"{what} is damaged: its metadata are not those that were saved; copy it again or "
             "make it again"
         )
+    for name, kind in _KINDS.items():
+        if type(values[name]) is not kind:
+            raise StateError(f"{what} is damaged: its {name} is {values[name]!r}")
     try:
-        return {
-            "weights": metadata["weights"],
-            "state": StateSpec.from_dict(json.loads(metadata["state"])),
-            "past_length": int(metadata["past_length"]),
-            "pending": tuple(json.loads(metadata["pending"])),
-            "seed": int(metadata["seed"]),
-            "block_len": int(metadata["block_len"]),
-            _LAST: json.loads(metadata[_LAST]),
-            "tensors": json.loads(metadata["tensors"]),
-        }
+        state = StateSpec.from_dict(values["state"])
     except (ValueError, KeyError, TypeError, SpecError) as err:
         raise StateError(f"{what} is damaged: {err}") from err
+    kept = {name: values[name] for name in _KEYS if name not in ("format", "sha256")}
+    return {**kept, "state": state, "pending": tuple(values["pending"])}
 
 
-def _tensor(name: str, entry: Any, body: memoryview, what: str) -> Array:
-    """One tensor of a file, as a view."""
-    try:
-        dtype, shape = _NUMPY[entry["dtype"]], [int(size) for size in entry["shape"]]
-        begin, end = (int(place) for place in entry["data_offsets"])
-        if not 0 <= begin <= end:
-            raise ValueError(f"no place {begin} to {end}")
-    except (ValueError, KeyError, TypeError, OverflowError) as err:
-        raise StateError(f"{what} is damaged: its header says {entry!r} of {name!r}") from err
-    if end > len(body):
-        raise StateError(
-            f"{what} is cut short: {name!r} ends {end - len(body)} bytes behind its end; copy it "
-            "again"
-        )
-    try:
-        return np.frombuffer(body[begin:end], dtype).reshape(shape)
-    except ValueError as err:
-        raise StateError(
-            f"{what} is damaged: {end - begin} bytes of {name!r} are no {entry['dtype']} {shape}"
-        ) from err
-
-
-def _seal(values: Mapping[str, str]) -> str:
+def _seal(values: Mapping[str, Any]) -> str:
     """The hash of the metadata, its own entry left out."""
     rest = {name: value for name, value in values.items() if name != "sha256"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()

@@ -231,21 +231,23 @@ def bundle_path(
 ) -> Callable[..., Path]:
     """Folder of an exported bundle, made once: ``bundle_path("F3")``.
 
-    Names are those of sample_models or of shipped models; ``precision`` and ``fused`` go to the
-    exporter; the fused graph is made where it is asked for, because it takes time.
+    Names are those of sample_models or of shipped models; ``precision``, ``fused`` and ``head`` go
+    to the exporter; the fused graph is made where it is asked for, because it takes time.
     """
     from fixedstate.export.pipeline import export_bundle
 
     root = tmp_path_factory.mktemp("bundles")
 
     @functools.cache
-    def made(name: str, precision: str, fused: bool) -> Path:
+    def made(name: str, precision: str, fused: bool, head: str) -> Path:
         source = name if name.startswith("tiny-") else checkpoint_path(name)
-        target = root / f"{name}-{precision}{'-fused' if fused else ''}"
-        export_bundle(source, target, precision=precision, fused=fused)
+        target = root / f"{name}-{precision}{'-fused' if fused else ''}-{head}"
+        export_bundle(source, target, precision=precision, fused=fused, head=head)
         return target
 
-    def folder(name: str, precision: str = "fp32", fused: bool = False) -> Path:
-        return made(name, precision, fused)
+    def folder(
+        name: str, precision: str = "fp32", fused: bool = False, head: str = "logits"
+    ) -> Path:
+        return made(name, precision, fused, head)
 
     return folder

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+import fixedstate.runtime
+from fixedstate.bundle import Bundle
 from fixedstate.cli.canvas import CanvasView
-from fixedstate.runtime import BlockEvent, PassEvent, Settings
+from fixedstate.runtime import BlockEvent, PassEvent, Request, Settings, load
+from fixedstate.runtime.engine import SessionEngine
+from fixedstate.runtime.text import Text
 
 FIELDS = {
     "text": str,
@@ -162,8 +167,6 @@ def test_interrupt_before_the_first_block(run, bundle, scripted):
 
 
 def test_interrupt_while_loading(run, bundle, monkeypatch):
-    import fixedstate.runtime
-
     def load(*_, **__):
         raise KeyboardInterrupt
 
@@ -268,3 +271,169 @@ def test_request_beyond_the_limit_runs_nothing(run, bundle, scripted):
     done = run("generate", bundle, "--prompt", "abc", "--max-new-tokens", 6, "--max-context", 8)
     assert (done.code, done.out) == (1, "")
     assert "the limit is 8" in done.lines[0]
+
+
+# --- states: samples, prefixes, what is saved
+
+GOLDEN = Path(__file__).parent.parent / "data" / "golden" / "schema-2" / "bundle"
+WORDS = "set arm 3 17 get arm set arm 5 29 get arm"  # 12 tokens, blocks of 8
+
+
+def answers(prompts, new=12, **settings):
+    with load(GOLDEN, threads=1) as decoder:
+        rows = [Request(prompt, Settings(new, **settings)) for prompt in prompts]
+        return [list(result.token_ids) for result in decoder.generate(rows)]
+
+
+def encode(text):
+    return Text.open(Bundle.open(GOLDEN)).encode(text)
+
+
+@pytest.fixture
+def real(run):
+    """`real("--prompt", "set", ...)`: generate over a small model, as JSON."""
+    options = ("--max-new-tokens", 12, "--threads", 1, "--json")
+    return lambda *words: run("generate", GOLDEN, *words, *options)
+
+
+@pytest.fixture
+def committed(monkeypatch):
+    """Tokens of every commit call, in a list."""
+    calls, commit = [], SessionEngine.commit
+
+    def counted(self, ids, lengths, first=0):
+        calls.append(int(lengths.sum()))
+        return commit(self, ids, lengths, first)
+
+    monkeypatch.setattr(SessionEngine, "commit", counted)
+    return calls
+
+
+def test_samples_have_seeds_of_their_own(real, committed):
+    """Every prompt is committed once; a sample is what its seed gives alone."""
+    prompts = [encode(WORDS), [5] * 17]
+    done = real(
+        *("--prompt", WORDS, "--prompt-ids", ",".join(["5"] * 17), "--samples", 3),
+        *("--temperature", 1, "--seed", 7),
+    )
+    assert done.code == 0
+    assert committed[:2] == [8, 16]  # whole blocks of both prompts
+    assert [row["seed"] for row in done.json] == [7, 8, 9] * 2
+    assert [row["prompt_tokens"] for row in done.json] == [12] * 3 + [17] * 3
+    expected = [
+        answers([prompt], temperature=1.0, seed=seed)[0] for prompt in prompts for seed in (7, 8, 9)
+    ]
+    assert [row["token_ids"] for row in done.json] == expected
+    assert expected[0] != expected[1]
+
+
+def test_samples_are_told_apart(run):
+    done = run("generate", GOLDEN, "--prompt", "set", "--samples", 2, "--max-new-tokens", 3)
+    assert [line for line in done.out.splitlines() if line.startswith("===")] == [
+        *("=== 1, seed 0", "=== 1, seed 1")
+    ]
+
+
+def test_samples_need_no_state(run, bundle, scripted, monkeypatch):
+    """A model that sees the whole sequence has nothing to fork: each sample is decoded."""
+    engine = type(fixedstate.runtime.load(bundle).engine)
+    monkeypatch.setattr(engine, "whole_blocks", False)
+    done = run(
+        "generate", bundle, "--prompt", "ab", "--samples", 2, "--max-new-tokens", 8, "--json"
+    )
+    assert done.code == 0, done.err
+    assert [(row["seed"], row["text"]) for row in done.json] == [(0, "cdefghij"), (1, "cdefghij")]
+
+
+def test_wrong_samples_run_nothing(real, committed):
+    """The second prompt does not fit: the first one is not committed."""
+    done = real(
+        *("--prompt", WORDS, "--prompt-ids", ",".join(["5"] * 50), "--samples", 2),
+        *("--max-context", 48),
+    )
+    assert (done.code, done.out, committed) == (1, "", [])
+    assert "the limit is 48" in done.err
+    done = real("--prompt", WORDS, "--samples", 2, "--seed", 2**64 - 1)
+    assert (done.code, committed) == (2, [])
+    assert "seed must be below 2**64" in done.err
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+def test_prompts_go_on_from_a_saved_state(run, real, tmp_path, samples):
+    """As if its text stood before them."""
+    file = tmp_path / "system.state"
+    assert run("prefix", "make", GOLDEN, "--ids", ",".join(["5"] * 19), "-o", file).code == 0
+    done = real("--prompt", WORDS, "--prompt-ids", "", "--prefix", file, "--samples", samples)
+    assert done.code == 0, done.err
+    expected = answers([[5] * 19 + encode(WORDS), [5] * 19])
+    assert [row["token_ids"] for row in done.json[::samples]] == expected
+    assert [row["prompt_tokens"] for row in done.json[::samples]] == [12, 0]
+    assert {row["prefix_tokens"] for row in done.json} == {19}
+
+
+def test_a_state_is_saved_and_gone_on_from(real, tmp_path):
+    """Two commands are one sequence; what is there is kept without --force."""
+    file = tmp_path / "a.state"
+    first = real("--prompt", WORDS, "--save-state", file).json
+    second = real("--prompt", "get arm", "--prefix", file)
+    whole = [*encode(WORDS), *first["token_ids"], *encode("get arm")]
+    assert second.json["token_ids"] == answers([whole])[0]
+    assert second.json["prefix_tokens"] == 24
+    before = file.read_bytes()
+    done = real("--prompt", "get", "--save-state", file)
+    assert (done.code, done.out) == (2, "")
+    assert "a.state exists" in done.err
+    assert file.read_bytes() == before
+    assert real("--prompt", "get", "--save-state", file, "--force").code == 0
+    assert file.read_bytes() != before
+
+
+@pytest.mark.parametrize("words", [("--prompt", "get"), ("--samples", 2)])
+def test_one_state_is_of_one_answer(real, tmp_path, words):
+    done = real("--prompt", "set", *words, "--save-state", tmp_path / "a.state")
+    assert (done.code, done.out) == (2, "")
+    assert "--save-state takes one prompt and one sample" in done.err
+
+
+def test_text_behind_a_state_has_no_second_begin_token(real, run, tmp_path, monkeypatch):
+    """The tokenizer's begin token stands once, where the sequence begins."""
+    asked = []
+    plain = Text.encode
+    monkeypatch.setattr(
+        Text,
+        "encode",
+        lambda self, text, **how: asked.append((text, how)) or plain(self, text, **how),
+    )
+    file = tmp_path / "a.state"
+    assert real("--prompt", "set", "--save-state", file).code == 0
+    assert real("--prompt", "get", "--prefix", file).code == 0
+    assert [how["goes_on"] for _, how in asked] == [False, True]
+
+
+def test_a_broken_pass_leaves_no_state(run, tmp_path, monkeypatch):
+    """Ctrl-C inside a pass: blocks are kept, the state is not, and that is said."""
+    denoise, calls = SessionEngine.denoise, []
+
+    def interrupted(self, ids, first=0):
+        calls.append(1)
+        if len(calls) == 12:  # in the second block
+            raise KeyboardInterrupt
+        return denoise(self, ids, first)
+
+    monkeypatch.setattr(SessionEngine, "denoise", interrupted)
+    file = tmp_path / "a.state"
+    done = run("generate", GOLDEN, "--prompt", "", "--json", "--save-state", file)
+    assert (done.code, done.json["new_tokens"]) == (130, 8)
+    assert "a.state was not written" in done.err
+    assert not file.exists()
+
+
+def test_slots_bound_what_runs_at_once(run, bundle, scripted):
+    """16 unless given, and never more than there are answers."""
+    few = ("generate", bundle, "--prompt", "a", "--prompt", "b", "--prompt", "c", "--json")
+    assert len(run(*few, "--slots", 2).json) == 3
+    assert scripted["slots"] == 2
+    run(*few)
+    assert scripted["slots"] == 3
+    run("generate", bundle, *["--prompt", "a"] * 20, "--max-new-tokens", 1)
+    assert scripted["slots"] == 16

@@ -47,12 +47,18 @@ def test_json_bytes_and_updates(run, bundle):
 
 def test_json_memory_plan(run, bundle):
     data = run("inspect", bundle, "--json").json
+    plans = data["memory"].pop("plans")
     assert data["memory"] == {
         "weights": 1000,
         "state_two_buffers": 2 * data["state_bytes"],
         "kv_1024_tokens": 1024 * 128,
         "kv_8192_tokens": 8192 * 128,
+        "default": "fast",
     }
+    assert set(plans) == {"fast"}  # it has no fused graph
+    assert plans["fast"]["sessions"] == ["denoise", "commit"]
+    assert plans["fast"]["weights"] == 2000
+    assert plans["fast"]["kv"] == 256 * 128
     assert data["schema"] == 2
     assert data["digest"] == Bundle.open(bundle).digest
     assert data["model"]["mixers"] == ["mamba2", "attention", "mamba2"]

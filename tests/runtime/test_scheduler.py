@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scripted import ScriptedEngine, decode_all, noise_table, small_spec
 
 from fixedstate.bundle import DecodeDefaults
-from fixedstate.errors import CapacityError, UsageError
+from fixedstate.errors import CapacityError, StateError, UsageError
 from fixedstate.runtime.loop import Stream
 from fixedstate.runtime.policies import FixedQuota, Reveal
 from fixedstate.runtime.prefix import PrefixStore
@@ -298,3 +298,40 @@ def test_one_row_can_be_cancelled_in_a_stream():
     for _ in stream:
         pass
     assert [result.finish_reason for result in stream.results] == ["cancelled", "length"]
+
+
+def test_a_state_that_cannot_be_kept_is_an_error_of_that_row(bundle_path, monkeypatch):
+    """The answer comes back whole, with the reason; the rows beside it go on."""
+    with tiny(bundle_path) as decoder:
+        wanted = Request([1, 2], Settings(9, stop_ids=()), keep_state=True)
+        other = Request([3], Settings(20, stop_ids=()))
+        expected = [result.token_ids for result in decoder.generate([wanted, other])]
+
+        def refuse(*args, **options):
+            raise StateError("state 'ssm_state_000' holds NaN")
+
+        monkeypatch.setattr(Snapshot, "take", refuse)
+        stream = decoder.stream([wanted, other])
+        reasons = {event.row: event.finish_reason for event in stream if event.finish_reason}
+        one, two = stream.results
+        assert reasons == {0: "error", 1: "length"}
+        assert (one.finish_reason, two.finish_reason) == ("error", "length")
+        assert [one.token_ids, two.token_ids] == expected
+        assert "the answer is whole, but its state cannot be kept: state 'ssm" in one.error
+        assert one.state is None
+
+
+def test_a_request_that_finds_no_memory_ends_with_an_error():
+    """In its slot's place the next one begins."""
+    e = engine(1)
+    reset = e.reset
+
+    def short_of_memory(row, room=0):
+        if room > 12:
+            raise CapacityError("no memory for past_key_000")
+        reset(row, room)
+
+    e.reset = short_of_memory
+    results = decode_all(e, [request(4), request(16), request(8)])
+    assert [result.finish_reason for result in results] == ["length", "error", "length"]
+    assert results[1].error == "no memory for past_key_000"

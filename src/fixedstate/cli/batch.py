@@ -15,6 +15,7 @@ import click
 from fixedstate.cli.interrupt import INTERRUPTED, held_interrupt
 from fixedstate.cli.journal import Journal
 from fixedstate.cli.opening import (
+    check_file,
     document,
     given_settings,
     open_decoder,
@@ -118,13 +119,13 @@ def _check(options: Mapping[str, Any]) -> None:
             "--samples does not go with --prompts: write a line for each seed; --prefix-cache "
             "keeps their prompt from being committed again"
         )
+    if options["prefix_cache"] and options["prefix"] is not None:
+        raise click.UsageError(
+            "--prefix-cache does not go with --prefix: it keeps beginnings from the first token on"
+        )
     if options["output"] is None:
         raise click.UsageError("--prompts needs -o OUT: where the answers go")
-    from fixedstate.bundle import check_target
-
-    check_target(options["output"], options["force"])
-    if options["output"].is_dir():
-        raise click.UsageError(f"{options['output']} is a folder: choose another name")
+    check_file(options["output"], options["force"])
 
 
 def _keep_prefixes(decoder: Decoder, size: int) -> None:

@@ -13,6 +13,7 @@ import click
 
 from fixedstate.cli.interrupt import INTERRUPTED
 from fixedstate.cli.opening import (
+    check_file,
     document,
     engine_options,
     given_settings,
@@ -198,9 +199,7 @@ def _check(options: dict[str, Any], prompts: int) -> None:
     if options["save_state"] is not None:
         if prompts * options["samples"] > 1:
             raise click.UsageError("--save-state takes one prompt and one sample: one state")
-        from fixedstate.bundle import check_target
-
-        check_target(options["save_state"], options["force"])
+        check_file(options["save_state"], options["force"])
 
 
 def _fork(decoder: Decoder, requests: list[Request], samples: int) -> list[Request]:

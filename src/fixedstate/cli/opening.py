@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from fixedstate.cli.options import NATURAL, POSITIVE, SEED, F, real, threads_option
-from fixedstate.cli.output import progress
+from fixedstate.cli.output import note, progress
+from fixedstate.errors import UsageError
 
 if TYPE_CHECKING:
     from fixedstate.bundle import Bundle
@@ -65,6 +67,11 @@ _ENGINE = (
         metavar="N",
         help="Refuse prompts that need more tokens than this.",
     ),
+    click.option(
+        "--memory",
+        type=click.Choice(["lean", "fast"]),
+        help="Weights in memory once, or twice and faster [default: lean above 1 GB].",
+    ),
     threads_option,
     click.option(
         "--provider",
@@ -74,6 +81,13 @@ _ENGINE = (
     ),
     click.option(
         "--allow-fallback", is_flag=True, help="Run on the CPU where the provider cannot."
+    ),
+    click.option(
+        "--head",
+        type=click.Choice(["logits", "confidence", "entropy", "top_k"]),
+        default="logits",
+        show_default=True,
+        help="What passes give of open slots, of what was exported (`export --head`).",
     ),
 )
 
@@ -106,14 +120,35 @@ def given_settings(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: options[name] for name in SETTINGS if options[name] is not None}
 
 
+def check_file(file: Path, force: bool) -> None:
+    """Refuse a file that cannot be written, before any work starts.
+
+    Args:
+        file: What is to be made.
+        force: Whether a file that is there may be replaced; nothing else ever is: not a folder,
+            and not a device, which the new file would stand in place of.
+
+    Raises:
+        UsageError: with the reason.
+    """
+    from fixedstate.bundle import check_target
+
+    check_target(file, force)
+    if file.is_dir():
+        raise UsageError(f"{file} is a folder: choose another name")
+    if file.exists() and not file.is_file():
+        raise UsageError(f"{file} is no regular file and would be replaced by one: choose another")
+
+
 def open_decoder(bundle: Path, options: Mapping[str, Any], slots: int) -> Decoder:
-    """Load a bundle as the options say.
+    """Load a bundle as the options say, and say before what will be in memory.
 
     Raises:
         BundleError, BackendError, UsageError: as `fixedstate.runtime.load`.
     """
     from fixedstate import runtime
 
+    _tell_memory(bundle, options, slots)
     with progress("opening the bundle"):
         return runtime.load(
             bundle,
@@ -122,7 +157,31 @@ def open_decoder(bundle: Path, options: Mapping[str, Any], slots: int) -> Decode
             allow_fallback=options["allow_fallback"],
             slots=slots,
             limit=options["max_context"],
+            memory=options["memory"],
+            head=options["head"],
         )
+
+
+def _tell_memory(bundle: Path, options: Mapping[str, Any], slots: int) -> None:
+    """Say what will be in memory: to a terminal, or where a mode was asked for."""
+    from fixedstate.bundle import Bundle
+    from fixedstate.runtime import memory
+
+    limit = options["max_context"]
+    plan = memory.plan(
+        Bundle.open(bundle, verify_weights=False),
+        options["memory"],
+        slots=slots,
+        limit=limit,
+        capacity=limit or 0,
+        provider=options["provider"],
+        head=options["head"],
+    )
+    if options["memory"] or sys.stderr.isatty():
+        note(plan.text())
+    shortage = plan.shortage(memory.available())
+    if shortage:
+        note(shortage)
 
 
 def open_text(bundle: Bundle, needed: bool) -> Text | None:

@@ -112,7 +112,7 @@ class PromptFile:
         if unknown:
             raise UsageError(f"unknown key {unknown[0]!r}; known keys: {', '.join(KEYS)}")
         name = data.pop("id", None)
-        if "id" in data or isinstance(name, bool) or not isinstance(name, str | int | None):
+        if isinstance(name, bool) or not isinstance(name, str | int | None):
             raise UsageError(f"id must be a text or a whole number; got {name!r}")
         if ("prompt" in data) == ("prompt_ids" in data):
             raise UsageError("give prompt (a text) or prompt_ids (a list): one of them")

@@ -66,10 +66,6 @@ class NullEngine:
     def swap(self, row: int, other: int) -> None:
         """Nothing."""
 
-    def prefers_fused(self, rows: int, others: int) -> bool:
-        """Always."""
-        return True
-
     def state_bytes(self) -> int:
         """None."""
         return 0

@@ -8,6 +8,7 @@ that uses these bodies is compared with the torch code, not derived from it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import onnx_ir as ir
@@ -63,6 +64,13 @@ class _Nodes:
         """One axis cut; bounds are ints or 1-D values."""
         first, last = (v if isinstance(v, ir.Value) else self.const([v]) for v in (start, end))
         return self.op("Slice", value, first, last, self.const([axis]))
+
+    def corner(
+        self, value: ir.Value, axes: tuple[int, int], start: tuple[int, int], end: tuple[int, int]
+    ) -> ir.Value:
+        """Two axes cut at once."""
+        first, last, where = (self.const(list(part)) for part in (start, end, axes))
+        return self.op("Slice", value, first, last, where)
 
     def dims(self, value: ir.Value, start: int, end: int) -> ir.Value:
         """Part of a shape as a 1-D int64 value."""
@@ -245,8 +253,9 @@ def _window(body: _Body, full: ir.Value, most: int, mixed: bool) -> ir.Value:
 def _ssd(body: _Body, block_len: int, wide_skip: bool, one_group: bool) -> ir.Function:
     """The matrix form; see :func:`fixedstate.plugins.torch_ops._ssd`.
 
-    Inside, B' is B for the forward forms and B*n for the reverse one; K chunks of c tokens. Where
-    the whole sequence is one block, K is only known at run time and ``per_block`` is None.
+    Inside, B' is B for the forward forms and B*n for the reverse one; K chunks of c tokens stand
+    behind the heads, so that nothing as large as the state is ever transposed. Where the whole
+    sequence is one block, K is only known at run time and ``per_block`` is None.
     """
     name = body.schema.name
     size = min(block_len or CHUNK, CHUNK)
@@ -256,58 +265,60 @@ def _ssd(body: _Body, block_len: int, wide_skip: bool, one_group: bool) -> ir.Fu
     b, c = (body.float(body.inputs[n]) for n in ("b", "c"))
     dt = body.inputs["dt"]
     lead = -1 if reverse and block_len else 0
-    cut = _Cut(body, block_len, size, lead, per_block == 1 and not commit, one_group)
-    v = cut.heads(x)  # [B', K, H, c, P]
-    step = body.unsqueeze(cut.steps(dt), -2)  # [B', K, H, 1, c]
-    log_decay = body.op("Mul", step, body.reshape(body.inputs["a"], -1, 1, 1))
-    bk, ck = cut.heads(b), cut.heads(c)  # [B', K, G, c, N]
+    flat = per_block == 1 and not commit
+    cut = _Cut(body, block_len, size, lead, flat, one_group)
+    per_head = (-1, 1, 1) if flat else (-1, 1, 1, 1)
+    v = cut.heads(x)  # [B', H, K, c, P]
+    step = body.unsqueeze(cut.steps(dt), -2)  # [B', H, K, 1, c]
+    log_decay = body.op("Mul", step, body.reshape(body.inputs["a"], *per_head))
+    bk, ck = cut.columns(b), cut.heads(c)  # [B', G, K, N, c] and [B', G, K, c, N]
     # unmasked: a token that does not reach another has an empty sum, and the score is 0 there
     upto, sums = _segment_sums(body, log_decay, size, reverse)
-    decay = body.op("Exp", sums)  # [B', K, H, c, c]
+    decay = body.op("Exp", sums)  # [B', H, K, c, c]
     reach = np.tri(size, dtype=np.float32)
     reached = body.const(reach.T if reverse else reach, np.float32)
-    score = body.op("MatMul", ck, cut.swap_last(bk))  # [B', K, G, c, c]
+    score = body.op("MatMul", ck, bk)  # [B', G, K, c, c]
     score = body.op("Mul", score, reached)
     # dt and the skip go into the matrix: [c, c] per head is smaller than [c, P]
     weighted = body.op("Mul", decay, step)
     mix = cut.by_head(body.op("Mul", cut.by_group(weighted, b), cut.spread(score)), decay)
     if not wide_skip:
         eye = body.const(np.eye(size), np.float32)
-        mix = body.op("Add", mix, body.op("Mul", body.reshape(body.inputs["d"], -1, 1, 1), eye))
+        skip = body.op("Mul", body.reshape(body.inputs["d"], *per_head), eye)
+        mix = body.op("Add", mix, skip)
     y = body.op("MatMul", mix, v)
-    final = None
-    if not (reverse and per_block == 1):
-        state = body.inputs.get("state")
-        if per_block == 1 and not commit:
-            assert state is not None
-            entering = state
-        else:
-            local = _local(body, cut, weighted, bk, v, b, size, reverse)
-            # not ReduceSum: its order of sums depends on where a row stands in memory
-            total = body.op("MatMul", log_decay, body.const(np.ones((size, 1)), np.float32))
-            total = body.op("Squeeze", total, body.const([3, 4]))  # [B', K, H]
-            total = body.transpose(total, 0, 2, 1)
-            if reverse:
-                entering = _carry_reverse(body, local, total, per_block)
-            else:
-                assert state is not None
-                count = None if commit else per_block
-                entering, final = _carry(body, local, total, state, count)
-        read = body.op("MatMul", cut.spread(ck), cut.by_group(entering, b))
+    ones = body.const(np.ones((size, 1)), np.float32)
+    read, final = None, None
+    if not flat:
+        # not ReduceSum: its order of sums depends on where a row stands in memory
+        total = body.op("MatMul", log_decay, ones)  # [B', H, K, 1, 1]
+        left = _chunk_decay(body, total, None if commit else per_block, reverse)
+        last = 0 if reverse else size - 1
+        edge = body.reshape(body.slice(weighted, 3, last, last + 1), 0, 0, 0, -1, 1)
+        chunks = _Chunks(b, bk, ck, v, edge, per_block in (1, None))
+        read = _between(body, cut, chunks, left, reverse)
+        if not reverse:
+            read = body.op("Add", _of_past(body, cut, chunks, left, y), read)
+        if commit:
+            final = _final(body, cut, chunks, left)
+    elif not reverse:
+        past = cut.by_group(body.inputs["state"], b)
+        read = cut.by_head(body.op("MatMul", cut.spread(ck), past), y)
+    if read is not None:
         # row sums of what the segment sums were made of: log decays up to each token
-        grown = body.op("Exp", body.op("MatMul", upto, body.const(np.ones((size, 1)), np.float32)))
-        y = body.op("Add", y, body.op("Mul", grown, cut.by_head(read, y)))
+        grown = body.op("Exp", body.op("MatMul", upto, ones))  # [B', H, K, c, 1]
+        y = body.op("Add", y, body.op("Mul", grown, read))
     y = cut.join(y, body.inputs["x"])
     if wide_skip:
         heads = body.dims(body.inputs["a"], 0, 1)
         skip = body.reshape(body.inputs["d"], heads, -1)  # [H, 1] or [H, P]
         y = body.op("Add", y, body.op("Mul", x, skip))
     y = body.to_io(y)
-    return body.function([y, final] if commit and final is not None else [y])
+    return body.function([y] if final is None else [y, final])
 
 
 class _Cut:
-    """Tokens cut into chunks: [B', T, ...] to [B', K, c, ...] and back.
+    """Tokens cut into chunks: [B', T, ...] to [B', H, K, c, ...] and back.
 
     ``flat`` leaves the chunk axis out where every row is one chunk; with ``one_group`` B and C
     have a head axis of 1, which meets all heads by broadcasting, and nothing is regrouped.
@@ -353,49 +364,47 @@ class _Cut:
         return body.reshape(value, -1, -(-self.block_len // self.size), self.size, *tail)
 
     def heads(self, value: ir.Value) -> ir.Value:
-        """[B, T, H, P] -> [B', K, H, c, P]."""
+        """[B, T, H, P] -> [B', H, K, c, P]."""
         chunks = self._chunks(value, 4)
-        perm = (0, 2, 1, 3) if self.flat else (0, 1, 3, 2, 4)
+        perm = (0, 2, 1, 3) if self.flat else (0, 3, 1, 2, 4)
         return self.body.transpose(chunks, *perm)
 
     def steps(self, value: ir.Value) -> ir.Value:
-        """[B, T, H] -> [B', K, H, c]."""
+        """[B, T, H] -> [B', H, K, c]."""
         chunks = self._chunks(value, 3)
-        return self.body.transpose(chunks, *((0, 2, 1) if self.flat else (0, 1, 3, 2)))
+        return self.body.transpose(chunks, *((0, 2, 1) if self.flat else (0, 3, 1, 2)))
 
-    def swap_last(self, value: ir.Value) -> ir.Value:
-        """The last two axes exchanged."""
-        return self.body.transpose(value, *((0, 1, 3, 2) if self.flat else (0, 1, 2, 4, 3)))
+    def columns(self, value: ir.Value) -> ir.Value:
+        """[B, T, G, N] -> [B', G, K, N, c]."""
+        chunks = self._chunks(value, 4)
+        return self.body.transpose(chunks, *((0, 2, 3, 1) if self.flat else (0, 3, 1, 4, 2)))
 
     def by_group(self, value: ir.Value, grouped: ir.Value) -> ir.Value:
-        """[B', K, H, p, q] -> [B', K, G, H/G, p, q]; ``grouped`` is [B, T, G, N]."""
+        """[B', H, ...] -> [B', G, H/G, ...]; ``grouped`` is [B, T, G, N]."""
         if self.one_group:
             return value
         body = self.body
-        groups = body.dims(grouped, 2, 3)
-        lead = (0,) if self.flat else (0, 0)
-        last = body.dims(value, len(lead) + 1, len(lead) + 3)
-        return body.reshape(value, *lead, groups, -1, last)
+        rest = body.op("Shape", value, start=2)
+        return body.reshape(value, 0, body.dims(grouped, 2, 3), -1, rest)
 
     def by_head(self, value: ir.Value, like: ir.Value) -> ir.Value:
-        """[B', K, G, H/G, p, q] -> [B', K, H, p, q]; ``like`` has the heads at its place."""
+        """[B', G, H/G, ...] -> [B', H, ...]; ``like`` has the heads at its place."""
         if self.one_group:
             return value
         body = self.body
-        lead = (0,) if self.flat else (0, 0)
-        heads = body.dims(like, len(lead), len(lead) + 1)
-        return body.reshape(value, *lead, heads, body.dims(value, len(lead) + 2, len(lead) + 4))
+        rest = body.op("Shape", value, start=3)
+        return body.reshape(value, 0, body.dims(like, 1, 2), rest)
 
     def spread(self, value: ir.Value) -> ir.Value:
-        """[B', K, G, p, q] -> [B', K, G, 1, p, q]: one for all heads of a group."""
+        """[B', G, ...] -> [B', G, 1, ...]: one for all heads of a group."""
         if self.one_group:
             return value
-        return self.body.unsqueeze(value, 2 if self.flat else 3)
+        return self.body.unsqueeze(value, 2)
 
     def join(self, value: ir.Value, x: ir.Value) -> ir.Value:
-        """[B', K, H, c, P] -> [B, T, H, P], the shape of x."""
+        """[B', H, K, c, P] -> [B, T, H, P], the shape of x."""
         body = self.body
-        value = body.transpose(value, *((0, 2, 1, 3) if self.flat else (0, 1, 3, 2, 4)))
+        value = body.transpose(value, *((0, 2, 1, 3) if self.flat else (0, 2, 3, 1, 4)))
         if self.flat and self.lead == 0:
             return value
         if not self.block_len:
@@ -427,77 +436,118 @@ def _segment_sums(
 
 
 def _chunk_decay(
-    body: _Body, log_decay: ir.Value, size: int | ir.Value, reverse: bool = False
+    body: _Body, total: ir.Value, count: int | None, reverse: bool = False
 ) -> ir.Value:
-    """What is left of each chunk at each later one, [..., k] -> [..., k, k], zero elsewhere.
+    """What is left of each chunk at each later one, [B', H, K+1, K+1], zero elsewhere.
 
-    ``size`` is a 1-D value where the number of chunks is only known at run time.
+    Before the first chunk (behind the last for ``reverse``) stands one of no tokens.
+
+    Args:
+        body: The body.
+        total: Log decay of each whole chunk, [B', H, K, 1, 1].
+        count: K, or None where it is only known at run time.
+        reverse: Chunks act on earlier ones.
     """
+    row = body.reshape(total, 0, 0, 1, -1)  # [B', H, 1, K]
+    padded = body.op("Pad", row, body.const([0] * 7 + [1] if reverse else [0, 0, 0, 1] + [0] * 4))
     zero = body.const(0.0, np.float32)
-    if isinstance(size, int):
-        reach = np.tri(size, dtype=np.bool_)
-        _, sums = _segment_sums(body, body.unsqueeze(log_decay, -2), size, reverse)
+    if count is not None:
+        reach = np.tri(count + 1, dtype=np.bool_)
+        _, sums = _segment_sums(body, padded, count + 1, reverse)
         reached = body.const(reach.T if reverse else reach, np.bool_)
         return body.op("Where", reached, body.op("Exp", sums), zero)
-    steps = body.op("Range", body.const(0), body.op("Squeeze", size), body.const(1))
-    row, column = body.unsqueeze(steps, 1), body.unsqueeze(steps, 0)
+    size = body.op("Squeeze", body.dims(padded, 3, 4))
+    steps = body.op("Range", body.const(0), size, body.const(1))
+    at, of = body.unsqueeze(steps, 1), steps
     if reverse:
-        row, column = column, row
-    reached = body.op("LessOrEqual", column, row)
+        at, of = of, at
+    reached = body.op("LessOrEqual", of, at)
     weight = body.op("Cast", reached, to=int(ir.DataType.FLOAT))
-    after = body.op("Cast", body.op("Greater", row, column), to=int(ir.DataType.FLOAT))
-    spread = body.op("Mul", body.unsqueeze(log_decay, -2), weight)
-    return body.op("Where", reached, body.op("Exp", body.op("MatMul", spread, after)), zero)
+    after = body.op("Cast", body.op("Greater", at, of), to=int(ir.DataType.FLOAT))
+    sums = body.op("MatMul", body.op("Mul", padded, weight), after)
+    return body.op("Where", reached, body.op("Exp", sums), zero)
 
 
-def _local(
-    body: _Body,
-    cut: _Cut,
-    weighted: ir.Value,
-    bk: ir.Value,
-    v: ir.Value,
-    b: ir.Value,
-    size: int,
-    reverse: bool,
+class _Chunks(NamedTuple):
+    """What chunks give to each other and take from each other.
+
+    Attributes:
+        b: B as the operator has it, [B, T, G, N].
+        keys: B by chunks, [B', G, K, N, c].
+        queries: C by chunks, [B', G, K, c, N].
+        values: x by chunks, [B', H, K, c, P].
+        edge: dt of each token times what is left of it at the far edge, [B', H, K, c, 1].
+        single: Whether K may be 1.
+    """
+
+    b: ir.Value
+    keys: ir.Value
+    queries: ir.Value
+    values: ir.Value
+    edge: ir.Value
+    single: bool
+
+
+def _of_past(body: _Body, cut: _Cut, chunks: _Chunks, decay: ir.Value, y: ir.Value) -> ir.Value:
+    """What is left of the past in each chunk, as its tokens read it: [B, H, K, c, P], as y.
+
+    All tokens read the past in one product: it is never stacked with what chunks add to it.
+    """
+    past = cut.by_group(body.inputs["state"], chunks.b)
+    queries = body.reshape(chunks.queries, 0, 0, -1, body.dims(chunks.queries, 4, 5))
+    read = body.op("MatMul", cut.spread(queries), past)  # [B, H, K * c, P]
+    read = body.op("Reshape", cut.by_head(read, y), body.op("Shape", y))
+    left = body.corner(decay, (2, 3), (0, 0), (-1, 1))  # [B, H, K, 1]
+    return body.op("Mul", read, body.unsqueeze(left, 4))
+
+
+def _final(body: _Body, cut: _Cut, chunks: _Chunks, decay: ir.Value) -> ir.Value:
+    """The state after the last chunk, [B, H, N, P]: all tokens write to it in one product."""
+    left = body.corner(decay, (2, 3), (-1, 1), (_OPEN_END, _OPEN_END))  # [B, H, 1, K]
+    edge = body.op("Mul", chunks.edge, body.reshape(left, 0, 0, -1, 1, 1))
+    values = body.op("Mul", chunks.values, edge)
+    values = body.reshape(values, 0, 0, -1, body.dims(values, 4, 5))  # [B, H, K * c, P]
+    keys = body.reshape(body.transpose(chunks.keys, 0, 1, 3, 2, 4), 0, 0, 0, -1)
+    added = body.op("MatMul", cut.spread(keys), cut.by_group(values, chunks.b))
+    left = body.corner(decay, (2, 3), (-1, 0), (_OPEN_END, 1))  # [B, H, 1, 1]
+    past = body.op("Mul", body.inputs["state"], left)
+    return body.op("Add", past, cut.by_head(added, decay))
+
+
+def _between(
+    body: _Body, cut: _Cut, chunks: _Chunks, decay: ir.Value, reverse: bool = False
 ) -> ir.Value:
-    """What each chunk adds to the state at its far edge: [B', K, H, N, P]."""
-    edge = body.slice(weighted, 3, 0, 1) if reverse else body.slice(weighted, 3, size - 1, size)
-    decayed = body.op("Mul", v, body.transpose(edge, 0, 1, 2, 4, 3))
-    keys = cut.spread(cut.swap_last(bk))  # [B', K, G, 1, N, c]
-    return cut.by_head(body.op("MatMul", keys, cut.by_group(decayed, b)), v)
+    """What other chunks of the pass add to each, as its tokens read it, [B', H, K, c, P].
 
-
-def _carry(
-    body: _Body, local: ir.Value, total: ir.Value, state: ir.Value, count: int | None
-) -> tuple[ir.Value, ir.Value]:
-    """States entering every chunk [B, K, H, N, P], and the one after the last [B, H, N, P]."""
-    padded = body.op("Pad", total, body.const([0, 0, 1, 0, 0, 0]))
-    size = body.dims(padded, 2, 3) if count is None else count + 1
-    decay = _chunk_decay(body, padded, size)  # [B, H, K+1, K+1]
-    stacked = body.op("Concat", body.unsqueeze(state, 1), local, axis=1)
-    stacked = body.transpose(stacked, 0, 2, 1, 3, 4)  # [B, H, K+1, N, P]
-    flat = body.reshape(stacked, 0, 0, 0, -1)
-    states = body.op("MatMul", decay, flat)
-    states = body.op("Reshape", states, body.op("Shape", stacked))
-    before = body.slice(states, 2, 0, -1)
-    entering = body.transpose(before, 0, 2, 1, 3, 4)
-    final = body.op("Gather", states, body.const(-1), axis=2)
-    return entering, final
-
-
-def _carry_reverse(
-    body: _Body, local: ir.Value, total: ir.Value, per_block: int | None
-) -> ir.Value:
-    """States entering every chunk from the right, zero at the block's right edge."""
-    padded = body.op("Pad", total, body.const([0, 0, 0, 0, 0, 1]))  # a chunk of nothing at the end
-    size = body.dims(padded, 2, 3) if per_block is None else per_block + 1
-    decay = _chunk_decay(body, padded, size, reverse=True)  # [B', H, k+1, k+1]
-    stacked = body.op("Pad", local, body.const([0] * 6 + [1, 0, 0, 0]))
-    stacked = body.transpose(stacked, 0, 2, 1, 3, 4)  # [B', H, k+1, N, P]
-    states = body.op("MatMul", decay, body.reshape(stacked, 0, 0, 0, -1))
-    states = body.op("Reshape", states, body.op("Shape", stacked))
-    after = body.slice(states, 2, 1, _OPEN_END)
-    return body.transpose(after, 0, 2, 1, 3, 4)
+    Only K - 1 chunks give something to others, and K - 1 take. Where K is 1 that one chunk stands
+    in, since no tensor may be empty: it gives one column of its state, times 0.
+    """
+    keys, queries, one = chunks.keys, chunks.queries, body.const([1])
+    begin = one
+    if chunks.single:
+        begin = body.op("Min", one, body.op("Sub", body.dims(keys, 2, 3), one))  # [1]: 0 or 1
+        width = body.dims(keys, 3, 4)
+        width = body.op("Min", width, body.op("Add", body.op("Mul", width, begin), one))
+        keys, queries = body.slice(keys, 3, 0, width), body.slice(queries, 4, 0, width)
+    others = body.op("Sub", body.dims(keys, 2, 3), begin)  # [1]: K - 1, or 1
+    end = body.op("Add", others, one)
+    if reverse:
+        queries = body.slice(queries, 2, 0, others)
+        left = body.slice(body.slice(decay, 2, 1, end), 3, begin, -1)
+    else:
+        queries = body.slice(queries, 2, begin, _OPEN_END)
+        left = body.slice(body.slice(decay, 2, begin, -1), 3, 1, end)
+    givers = (begin, _OPEN_END) if reverse else (0, others)
+    keys, values, edge = (body.slice(v, 2, *givers) for v in (keys, chunks.values, chunks.edge))
+    values = cut.by_group(body.op("Mul", values, edge), chunks.b)
+    added = body.op("MatMul", cut.spread(keys), values)
+    added = cut.by_head(added, decay)  # [B', H, K-1, N, P]
+    entering = body.op("MatMul", left, body.reshape(added, 0, 0, 0, -1))
+    entering = body.reshape(entering, 0, 0, 0, body.dims(added, 3, 5))
+    read = body.op("MatMul", cut.spread(queries), cut.by_group(entering, chunks.b))
+    before, after = body.const([0, 0]), body.const([0] * 7)
+    pads = [after, begin, before] if reverse else [before, begin, after]
+    return body.op("Pad", cut.by_head(read, decay), body.op("Concat", *pads, axis=0))
 
 
 # --- Mamba-1 ------------------------------------------------------------------------------------

@@ -20,7 +20,6 @@ from fixedstate.spec import ModelSpec
 from fixedstate.state import TOP_K, StateSpec, head_ports, head_role, split_role
 
 KEPT_BINDINGS = 256  # passes of one shape over the same slots; each keeps some kilobytes
-FULL_RATE_TOKENS = 64  # rows of a product from which on a CPU's matrix kernels run at full rate
 
 
 class Engine(Protocol):
@@ -61,18 +60,10 @@ class Engine(Protocol):
 
     @property
     def fuses(self) -> bool:
-        """Whether :meth:`commit_denoise` can be called."""
-        ...
+        """Whether :meth:`commit_denoise` can be called: then it is, wherever a block is finished.
 
-    def prefers_fused(self, rows: int, others: int) -> bool:
-        """Whether a commit and the first pass of the next block had better be one pass.
-
-        An engine whose bytes depend on the way answers alike for any number of rows: a row's
-        tokens must not depend on its neighbours.
-
-        Args:
-            rows: Rows whose block is finished.
-            others: Rows that denoise beside them.
+        Its bytes may differ from those of two passes, so which way a row takes must not depend on
+        what runs beside it.
         """
         ...
 
@@ -360,7 +351,6 @@ class SessionEngine:
         self._fused = fused in sessions
         if self._fused:
             self._sessions["commit_denoise"] = sessions[fused]
-        self._attends = any(layer.mixer.endswith("attention") for layer in spec.layers)
         width = spec.vocab_rows if spec.logit_shift else 0
         self.buffers = StateBuffers(state, slots, spec.block_len, capacity, limit, width)
         self._scratch = _Scratch()
@@ -408,21 +398,6 @@ class SessionEngine:
     def fuses(self) -> bool:
         """Whether :meth:`commit_denoise` can be called."""
         return self._fused
-
-    def prefers_fused(self, rows: int, others: int) -> bool:
-        """Whether a commit and the first pass of the next block had better be one pass.
-
-        With one graph for everything always: it computes both forms anyway. With a graph of its
-        own for denoising only where the products of one pass are too small to run at full rate,
-        which is a single row; with attention the sums of the fused pass are split in another way,
-        so its bytes differ, and the way must be the same for any number of rows.
-        """
-        if not self._fused:
-            return False
-        single = self._sessions["denoise"] is self._sessions["commit_denoise"]
-        if single or self.provider != "cpu" or self._attends:
-            return True
-        return others == 0 and rows * self._spec.block_len < FULL_RATE_TOKENS
 
     @property
     def whole_blocks(self) -> bool:

@@ -112,10 +112,6 @@ class FullEngine:
         self.past_length[row] = 0
         self.last_logits[row] = 0
 
-    def prefers_fused(self, rows: int, others: int) -> bool:
-        """There is no state, so there is no such pass."""
-        return False
-
     def denoise(self, ids: Array, first: int = 0) -> Array:
         """Logits of a block behind each row's committed tokens; see :class:`Engine`.
 

@@ -5,6 +5,7 @@ This module mutates: :class:`Recorder` writes its folder, while a scheduler tell
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shutil
@@ -27,9 +28,9 @@ from fixedstate.runtime.recording import (
     Begun,
     Header,
     Layout,
+    hash_array,
     hash_policy,
     hash_ports,
-    hash_row,
     hash_scores,
     model_hash,
     rules_to_dict,
@@ -210,7 +211,7 @@ class Recorder:
             past_length=row.committed,
             step=row.step - 1,
             seed=row.rules.seed,
-            made=len(row.tokens),
+            made=row.count,
             fixed=len(row.remainder),
             before=opened.before,
             after=canvas,
@@ -226,7 +227,7 @@ class Recorder:
         opened = self._open.pop(row.request, None)
         if opened is None:
             return  # it was cancelled while it waited
-        values = {"reason": row.reason, "error": row.error, "tokens": len(row.tokens)}
+        values = {"reason": row.reason, "error": row.error, "tokens": row.count}
         begun = opened.begun
         self._ring.append(self._layout.pack_ended(begun.slot, begun.request, values))
 
@@ -235,7 +236,7 @@ class Recorder:
         engine, state, ports = self._engine, self.header.state, b""
         if state.committed:
             ports = hash_ports(state, cast(VisibleEngine, engine).views(slot), begin)
-        last = hash_row(engine.last_logits[slot]) if self._spec.logit_shift else _NO_HASH
+        last = hash_array(engine.last_logits[slot]) if self._spec.logit_shift else _NO_HASH
         return ports, last
 
     # --- saved states
@@ -282,7 +283,8 @@ class Recorder:
         """Note the first reason in the header."""
         if not self.header.unsaved:
             self.header = replace(self.header, unsaved=reason)
-            self._write(HEADER, self.header.to_json())
+            with contextlib.suppress(StateError):  # a full disk: the caller can still say it
+                self._write(HEADER, self.header.to_json())
 
     def _write(self, name: str, *pieces: bytes) -> None:
         try:

@@ -159,13 +159,13 @@ def hash_scores(logits: Array, slots: Array, vocab_size: int) -> bytes:
     """The hash of the logits that a policy saw.
 
     Args:
-        logits: (L, V) float32.
+        logits: (L, V) float32, each row in one piece.
         slots: Indices of the slots it looked at.
         vocab_size: Columns that count.
     """
     digest = hashlib.blake2b(digest_size=HASH)
     for slot in slots.tolist():
-        digest.update(_bytes(logits[slot, :vocab_size]))
+        digest.update(logits[slot, :vocab_size].data)
     return digest.digest()
 
 
@@ -178,17 +178,13 @@ def hash_ports(state: StateSpec, arrays: Mapping[str, Array], begin: int) -> byt
     for port in state.committed:
         array = arrays[port.suffix]
         part = array[:, begin:] if port.update == "append" else array
-        out.append(hashlib.blake2b(_bytes(part), digest_size=HASH).digest())
+        out.append(hash_array(part))
     return b"".join(out)
 
 
-def hash_row(array: Array) -> bytes:
-    """The hash of an array."""
-    return hashlib.blake2b(_bytes(array), digest_size=HASH).digest()
-
-
-def _bytes(array: Array) -> memoryview:
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+def hash_array(array: Array) -> bytes:
+    """The hash of the bytes of an array."""
+    return hashlib.blake2b(np.ascontiguousarray(array).data, digest_size=HASH).digest()
 
 
 def policy_text(state: Any) -> bytes | None:
@@ -196,7 +192,7 @@ def policy_text(state: Any) -> bytes | None:
     if state is None or isinstance(state, (bool, int, float, str, bytes, np.generic)):
         return repr(state.item() if isinstance(state, np.generic) else state).encode()
     if isinstance(state, np.ndarray):
-        return f"{state.dtype}{list(state.shape)}".encode() + bytes(_bytes(state))
+        return f"{state.dtype}{list(state.shape)}".encode() + state.tobytes()
     if isinstance(state, (list, tuple)):
         return _joined(state)
     if isinstance(state, dict):

@@ -31,9 +31,9 @@ from fixedstate.runtime.recording import (
     Pass,
     Recording,
     SavedState,
+    hash_array,
     hash_policy,
     hash_ports,
-    hash_row,
     hash_scores,
     model_hash,
     policy_from_dict,
@@ -619,7 +619,7 @@ class _Walk:
                     text = f"layer {port.layer}, {port.kind} state ({port.suffix}) differs"
                     return self._differ(event, "state", text, port.layer, port.suffix)
         if self.engine.spec.logit_shift:
-            if hash_row(self.engine.last_logits[0]) != event.last_logits:
+            if hash_array(self.engine.last_logits[0]) != event.last_logits:
                 return self._differ(event, "last_logits", "the last logits differ")
         return None
 

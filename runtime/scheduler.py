@@ -452,7 +452,7 @@ class Scheduler:
         start = time.perf_counter()
         rows = self._seated
         held = self._sort(active, lambda row: row.pending)
-        if held < active and not engine.prefers_fused(active - held, held):
+        if held < active and not engine.fuses:
             self._commit(slice(held, active))
             start = self._spent("commit", start, rows[held:active])
             held = active

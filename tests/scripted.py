@@ -104,9 +104,6 @@ class ScriptedEngine:
         self.rows[row], self.rows[other] = self.rows[other], self.rows[row]
         self.last_logits[[row, other]] = self.last_logits[[other, row]]
 
-    def prefers_fused(self, rows, others):
-        return self.fuses
-
     def read(self, row):
         """A state of no ports; what a saved state of this engine restores is its history."""
         return {}

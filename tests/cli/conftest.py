@@ -139,9 +139,6 @@ class ScriptedEngine:
     def move(self, source, target):
         self.past_length[target] = self.past_length[source]
 
-    def prefers_fused(self, rows, others):
-        return False
-
     def swap(self, row, other):
         self.past_length[[row, other]] = self.past_length[[other, row]]
 

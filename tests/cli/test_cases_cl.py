@@ -51,7 +51,7 @@ def assert_one_line(done, *, words: str, code: int | None = None) -> None:
     assert words in done.lines[0]
 
 
-@pytest.mark.parametrize("verb", ["generate", "inspect", "check"])
+@pytest.mark.parametrize("verb", ["generate", "chat", "inspect", "check"])
 @pytest.mark.parametrize("fault", BAD_BUNDLES)
 def test_CL_01_failing_bundle_exits_nonzero(run, bundle, verb, fault):
     """A script that goes on with a damaged bundle decodes nonsense."""
@@ -61,7 +61,7 @@ def test_CL_01_failing_bundle_exits_nonzero(run, bundle, verb, fault):
     assert_one_line(run(verb, bundle, *options), words=words, code=1)
 
 
-@pytest.mark.parametrize("verb", ["generate", "inspect", "check"])
+@pytest.mark.parametrize("verb", ["generate", "chat", "inspect", "check"])
 @pytest.mark.parametrize("what", ["absent", "file", "empty-folder"])
 def test_CL_01_no_bundle_exits_nonzero(run, tmp_path, verb, what):
     path = tmp_path / what
@@ -97,12 +97,28 @@ BAD_OPTIONS = {
     "generate-context": (("generate", "b", "--prompt", "", "--max-context", "0"), "--max-context"),
     "generate-not-utf8": (("generate", "b", "--prompt", "\udcff"), "not UTF-8"),
     "generate-unknown-option": (("generate", "b", "--top-k", "3"), "--top-k"),
+    "generate-samples": (("generate", "b", "--prompt", "", "--samples", "0"), "--samples"),
+    "generate-slots": (("generate", "b", "--prompt", "", "--slots", "0"), "--slots"),
+    "generate-batch-no-output": (("generate", "b", "--prompts", "x"), "-o OUT"),
+    "chat-turn": (("chat", "b", "--turn", "x"), "{text}"),
+    "chat-seed": (("chat", "b", "--seed=-1"), "--seed"),
+    "chat-two": (("chat", "b", "c"), "c"),
     "export-no-output": (("export", "tiny-mamba"), "--output"),
     "export-block-len": (("export", "c", "-o", "x", "--block-len", "0"), "--block-len"),
     "export-mask-id": (("export", "c", "-o", "x", "--mask-id=-1"), "--mask-id"),
     "export-stop-id": (("export", "c", "-o", "x", "--stop-id", "end"), "--stop-id"),
     "export-precision": (("export", "c", "-o", "x", "--precision", "int3"), "int3"),
     "export-conv-layout": (("export", "c", "-o", "x", "--conv-layout", "kd"), "kd"),
+    "prefix-nothing": (("prefix", "make"), "BUNDLE"),
+    "prefix-no-output": (("prefix", "make", "b", "--ids", "1"), "--output"),
+    "prefix-no-text": (("prefix", "make", "b", "-o", "x"), "--text or --ids"),
+    "prefix-ids": (("prefix", "make", "b", "-o", "x", "--ids", "1,x"), "'x' is not a token id"),
+    "prefix-no-such": (("prefix", "unmake", "b"), "unmake"),
+    "replay-nothing": (("replay",), "DIR"),
+    "replay-two": (("replay", "a", "b"), "b"),
+    "replay-from-block": (("replay", "a", "--from-block=-1"), "--from-block"),
+    "replay-request": (("replay", "a", "--request=-1"), "--request"),
+    "replay-unknown-option": (("replay", "a", "--slow"), "--slow"),
     "inspect-nothing": (("inspect",), "BUNDLE"),
     "inspect-two": (("inspect", "a", "b"), "b"),
     "check-two": (("check", "a", "b"), "b"),
@@ -129,7 +145,7 @@ def test_CL_01_wrong_option_exits_with_2(run, tmp_path, monkeypatch, name):
 
 def test_CL_01_every_verb_is_tried_with_five_bad_inputs():
     """A new verb has to bring its own bad inputs."""
-    bundles = {verb: len(BAD_BUNDLES) for verb in ("generate", "inspect", "check")}
+    bundles = {verb: len(BAD_BUNDLES) for verb in ("generate", "chat", "inspect", "check")}
     for verb in VERBS:
         tried = sum(name.startswith(verb) for name in BAD_OPTIONS) + bundles.get(verb, 0)
         assert tried >= 5, verb
@@ -328,6 +344,23 @@ def test_CL_04_missing_output_folder(run, tmp_path, scripted_export):
     assert scripted_export["calls"] == 0
 
 
+def test_CL_04_missing_prompts(run, bundle, scripted, tmp_path):
+    """Found before the bundle is loaded; nothing is left beside the answers."""
+    out = tmp_path / "out"
+    done = run("generate", bundle, "--prompts", tmp_path / "absent", "-o", out)
+    assert_one_line(done, words="absent cannot be read", code=2)
+    assert "loads" not in scripted
+    assert not Path(f"{out}.partial").exists()
+
+
+def test_CL_04_missing_folder_of_answers(run, bundle, scripted, tmp_path):
+    source = tmp_path / "in"
+    source.write_text('{"prompt": "a"}')
+    done = run("generate", bundle, "--prompts", source, "-o", tmp_path / "absent" / "out")
+    assert_one_line(done, words="absent is not a folder", code=2)
+    assert "loads" not in scripted
+
+
 def test_CL_04_every_path_option_has_a_test():
     """A new path option needs its own missing-file test; this list says which there are."""
     found = set()
@@ -344,6 +377,9 @@ def test_CL_04_every_path_option_has_a_test():
         ("export", "output"),
         ("generate", "bundle"),
         ("generate", "prompt_files"),
+        ("generate", "prompts_file"),
+        ("generate", "output"),
+        ("chat", "bundle"),
         ("inspect", "bundle"),
         ("check", "bundle"),
         ("check", "checkpoint"),

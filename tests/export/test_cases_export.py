@@ -1005,3 +1005,15 @@ def test_unusual_models_have_the_ports_that_are_read(name):
         inputs, outputs = graph_ports(spec, StateSpec.of(spec), role)
         assert [v.name for v in made.graph.inputs] == [p.name for p in inputs]
         assert [v.name for v in made.graph.outputs] == [p.name for p in outputs]
+
+
+def test_a_tied_head_holds_the_embedding_once_where_memory_counts(bundle_path):
+    """The fused graph multiplies by the table as it stands; the result is that of the others."""
+    folder = bundle_path("F2-forward", fused=True)
+    heads = {}
+    for role in ("denoise", "commit_denoise"):
+        model = onnx.load(folder / f"{role}.onnx", load_external_data=False)
+        heads[role] = [
+            [node.op_type for node in model.graph.node if "embedding.weight" in node.input]
+        ]
+    assert heads == {"denoise": [["Gather", "Transpose"]], "commit_denoise": [["Gather", "MatMul"]]}

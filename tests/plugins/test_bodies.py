@@ -12,6 +12,8 @@ from fixedstate.plugins.bodies import function_body
 
 TOLERANCE = 1e-4
 
+SSD_OPS = ("SsdBlockDenoise", "SsdBlockCommit", "SsdBlockReverse")
+
 
 @pytest.mark.parametrize("block_len", [4, 16, 33, 64, 65, 80, 128, 256])
 @pytest.mark.parametrize(("heads", "groups"), [(4, 1), (6, 3), (3, 3)])
@@ -34,8 +36,80 @@ def test_ssd_bodies_equal_the_loop(block_len: int, heads: int, groups: int) -> N
             np.testing.assert_allclose(y, reference.ssd(**inputs)[0], atol=TOLERANCE)
 
 
+@pytest.mark.parametrize("block_len", [4, 65])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_one_commit_of_many_blocks_equals_many_of_one(block_len: int, groups: int) -> None:
+    """Law 3 and the loop, over more chunks than a block has."""
+    blocks, model = 16, {"one_group": groups == 1}
+    rng = np.random.default_rng(block_len)
+    inputs = single(scan_inputs(rng, 2, block_len * blocks, 4, groups, scale=0.01))
+    y, state = run_op("SsdBlockCommit", inputs, block_len, **model)
+    expected, final = reference.ssd(**inputs)
+    np.testing.assert_allclose(y, expected, rtol=1e-4, atol=TOLERANCE)
+    np.testing.assert_allclose(state, final, rtol=1e-4, atol=TOLERANCE)
+    step = dict(inputs)
+    for start in range(0, block_len * blocks, block_len):
+        step.update({k: inputs[k][:, start : start + block_len] for k in ("x", "dt", "b", "c")})
+        one, step["state"] = run_op("SsdBlockCommit", step, block_len, **model)
+        cut = y[:, start : start + block_len]
+        np.testing.assert_allclose(cut, one, rtol=1e-4, atol=TOLERANCE)
+    np.testing.assert_allclose(state, step["state"], rtol=1e-4, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("block_len", [16, 33, 80])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_ssd_steps_of_zero_behind_a_block_change_no_byte(block_len: int, groups: int) -> None:
+    """A block committed beside one that is not, whatever that holds: the bytes of it alone."""
+    model = {"one_group": groups == 1}
+    inputs = single(scan_inputs(np.random.default_rng(2), 2, 2 * block_len, 4, groups))
+    inputs["dt"][:, block_len:] = 0
+    y, state = run_op("SsdBlockCommit", inputs, block_len, **model)
+    cut = {key: inputs[key][:, :block_len] for key in ("x", "dt", "b", "c")}
+    alone, expected = run_op("SsdBlockCommit", {**inputs, **cut}, block_len, **model)
+    np.testing.assert_array_equal(state, expected)
+    np.testing.assert_array_equal(y[:, :block_len], alone)
+
+
+@pytest.mark.parametrize("name", SSD_OPS)
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize(("block_len", "blocks"), [(16, 1), (16, 3), (80, 1), (80, 2)])
+def test_ssd_rows_have_the_same_bytes_alone(
+    name: str, groups: int, block_len: int, blocks: int
+) -> None:
+    """Law 4: a row alone and in a batch, byte for byte."""
+    blocks = 1 if name == "SsdBlockDenoise" else blocks
+    model = {"one_group": groups == 1}
+    inputs = single(scan_inputs(np.random.default_rng(6), 3, block_len * blocks, 4, groups))
+    together = run_op(name, inputs, block_len, **model)
+    for row in range(3):
+        alone = {k: v if k in ("a", "d") else v[row : row + 1] for k, v in inputs.items()}
+        for one, all_ in zip(run_op(name, alone, block_len, **model), together, strict=True):
+            np.testing.assert_array_equal(one[0], all_[row])
+
+
+@pytest.mark.parametrize("block_len", [0, 16, 80])
+def test_ssd_state_is_read_by_products_alone(block_len: int) -> None:
+    """Nothing copies, turns or stacks the state, and only a commit makes another."""
+    for name in ("SsdBlockDenoise", "SsdBlockCommit"):
+        body = function_body(name, block_len, "float32", one_group=True)
+        (state,) = (value for value in body.inputs if value.name == "state")
+        readers = sorted(node.op_type for node, _ in state.uses())
+        assert readers == (["MatMul", "Mul"] if name == "SsdBlockCommit" else ["MatMul"])
+
+
+@pytest.mark.parametrize("name", SSD_OPS)
+@pytest.mark.parametrize("block_len", [0, 16, 80])
+def test_ssd_bodies_hold_no_node_without_use(name: str, block_len: int) -> None:
+    """ONNX Runtime would run it: every value is read or is an output."""
+    for one_group in (False, True):
+        body = function_body(name, block_len, "float32", one_group=one_group)
+        outputs = list(body.outputs)
+        for node in body.all_nodes():
+            assert any(value.uses() or value in outputs for value in node.outputs), node
+
+
 @pytest.mark.parametrize("wide_skip", [False, True])
-@pytest.mark.parametrize("name", ["SsdBlockDenoise", "SsdBlockCommit", "SsdBlockReverse"])
+@pytest.mark.parametrize("name", SSD_OPS)
 def test_skip_per_head_and_per_channel(name: str, wide_skip: bool) -> None:
     """D as [H] and as [H, P]; one body may serve both shapes."""
     inputs = scan_inputs(np.random.default_rng(1), 2, 16, 4, 1)
@@ -91,7 +165,7 @@ def test_conv_bodies_equal_the_loop(taps: int) -> None:
             np.testing.assert_allclose(y, reverse, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", ["SsdBlockDenoise", "SsdBlockCommit", "SsdBlockReverse"])
+@pytest.mark.parametrize("name", SSD_OPS)
 def test_half_precision_computes_in_float32_inside(name: str) -> None:
     """fp16 io: only what enters and leaves is rounded."""
     inputs = single(scan_inputs(np.random.default_rng(8), 2, 16, 4, 2))

@@ -40,6 +40,32 @@ def state_of(tokens, spec=KEYS_ONLY, **options):
 # --- making one -----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("more", [0, 3, 8, 30])
+@pytest.mark.parametrize("count", [0, 5, 16, 27])
+def test_a_prefix_goes_on_from_another(count, more):
+    """In the slices of one prefix of both where the first ends with a slice, byte for byte."""
+    one, tokens = engine(), ids(count + more)
+    first = make_prefix(one, tokens[:count], 2)
+    both = make_prefix(one, tokens[count:], 2, seed=3, prefix=first)
+    whole = make_prefix(one, tokens, 2, seed=3)
+    assert (both.past_length, both.pending, both.seed) == (whole.past_length, whole.pending, 3)
+    if count in (0, 16):
+        assert both.to_bytes() == whole.to_bytes()
+    for name, array in whole.arrays.items():
+        np.testing.assert_allclose(both.arrays[name], array, rtol=1e-4, atol=1e-5)
+
+
+def test_a_prefix_of_two_is_held_to_the_limit_and_the_model():
+    """Before anything is run."""
+    small = engine(limit=24)
+    first = make_prefix(small, ids(17), 2)
+    with pytest.raises(CapacityError, match="has 32 tokens in whole blocks; the limit is 24"):
+        make_prefix(small, ids(15), 2, prefix=first)
+    other = state_of(ids(8), weights="e" * 64)
+    with pytest.raises(StateError, match="was made with weights"):
+        make_prefix(small, ids(1), 2, prefix=other)
+
+
 @pytest.mark.parametrize("count", [0, 5, 8, 24, 51])
 def test_a_prefix_is_what_a_request_would_have(count):
     """Whole blocks in slices from the first token, byte for byte; the rest is pending."""

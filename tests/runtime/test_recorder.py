@@ -25,6 +25,7 @@ from fixedstate.errors import CapacityError, StateError, UsageError
 from fixedstate.runtime import Request, Settings
 from fixedstate.runtime.decoder import Decoder
 from fixedstate.runtime.decoder import open_engine as open_decoding
+from fixedstate.runtime.full import FullEngine
 from fixedstate.runtime.policies import Reveal
 from fixedstate.runtime.recorder import Recorder
 from fixedstate.runtime.recording import (
@@ -192,10 +193,12 @@ def test_events_come_back_as_they_were():
 
 
 @pytest.mark.parametrize("slots", [1, 3])
-@pytest.mark.parametrize("name", ["two graphs", "fused", "one graph"])
-def test_replay_is_identical_byte_for_byte(folder, fused, name, slots):
+@pytest.mark.parametrize("name", ["two graphs", "fused", "one graph", "hybrid"])
+def test_replay_is_identical_byte_for_byte(folder, bundle_path, fused, name, slots):
     """Greedy and sampled, alone and side by side, whichever graphs commit."""
     bundle = MAMBA if name == "two graphs" else fused
+    if name == "hybrid":
+        bundle = Bundle.open(bundle_path("F3", fused=True))
     memory = "lean" if name == "one graph" else None
     engine = open_decoding(bundle, threads=1, slots=slots, memory=memory)
     results = record(folder, bundle, requests(COLD, HOT, COLD, HOT), slots=slots, engine=engine)
@@ -290,6 +293,66 @@ def test_shifted_logits_and_minimum_lengths_are_repeated(folder, shift):
     assert report.total("passes") > 3
 
 
+def test_rows_that_end_with_an_error_are_repeated(folder):
+    """Scores that are not finite fill nothing, then and now; the rest of the requests goes on."""
+
+    def table(history, ids):
+        out = noise_table(spec)(history, ids)
+        return out * np.nan if len(history) == 16 and history[0] == 3 else out
+
+    spec = small_spec()
+    asked = [Request((3, 4), COLD), Request((5, 4), COLD)]
+    results = record(folder, fake_bundle(spec), asked, engine=Visible(spec, table, slots=2))
+    assert [result.finish_reason for result in results] == ["error", "length"]
+    recording = Recording.open(folder)
+    ended = [event for event in recording.events if isinstance(event, Ended)]
+    assert [(event.request, event.reason) for event in ended] == [(0, "error"), (1, "length")]
+    assert "scores are not finite in block 2" in ended[0].error
+    assert replay(recording, Visible(spec, table)).passed
+
+
+def test_answers_that_are_not_kept_are_repeated(folder):
+    """Where a token may stand depends on their number alone."""
+    settings = Settings(20, 15, steps=3, temperature=1.0, seed=4)
+    spec = small_spec()
+    engine = Visible(spec, noise_table(spec), slots=1)
+    asked = [Request(prompt(11), settings, keep_tokens=False)]
+    (result,) = record(folder, fake_bundle(spec), asked, engine=engine)
+    assert result.token_ids == ()
+    assert replay(Recording.open(folder), Visible(spec, noise_table(spec))).passed
+
+
+def test_whole_sequences_are_repeated_from_their_prompts(folder):
+    """Objective full: prompts of any length in one commit, no state to save or to hash."""
+    spec = small_spec(objective="full")
+    engine = FullEngine(spec, {"full": WholeGraph(spec)}, slots=2)
+    record(folder, fake_bundle(spec), requests(COLD, HOT, COLD), engine=engine, every=1)
+    recording = Recording.open(folder)
+    assert (recording.header.states, recording.header.unsaved) == (0, "")
+    report = replay(recording, FullEngine(spec, {"full": WholeGraph(spec)}), from_block=2)
+    assert report.passed
+    assert [each.start for each in report.requests] == ["the beginning"] * 3
+    assert min(each.commits for each in report.requests) >= 5
+
+
+def test_a_policy_that_reads_all_scores_has_all_of_them_hashed(folder):
+    """A score of a filled slot counts for it, and for no other policy."""
+    spec = small_spec()
+
+    def changed(history, ids):
+        out = noise_table(spec)(history, ids)
+        out[0] += (ids[0] != MASK) * (len(history) == 8)
+        return out
+
+    asked = [Request((1,), Settings(16, policy=Reads(4), stop_ids=())), Request((1,), COLD)]
+    record(folder, fake_bundle(spec), asked, engine=Visible(spec, noise_table(spec)))
+    recording = Recording.open(folder)
+    assert replay(recording, Visible(spec, noise_table(spec)), policies={0: Reads(4)}).passed
+    report = replay(recording, Visible(spec, changed), policies={0: Reads(4)})
+    assert [each.difference is None for each in report.requests] == [False, True]
+    assert report.difference.what == "logits"
+
+
 def test_killed_process_leaves_a_recording(tmp_path):
     """Everything up to the kill can be repeated."""
     program = (
@@ -317,6 +380,15 @@ def test_killed_process_leaves_a_recording(tmp_path):
     report = replay_bundle(recording, MAMBA, from_block=150)
     assert report.passed
     assert report.requests[0].start == "block 128"
+
+
+def test_snapshot_of_a_recording_is_a_snapshot(folder):
+    """It can be gone on from like any other."""
+    record(folder, MAMBA, [Request((3, 4), COLD)])
+    saved = Recording.open(folder).states[-1]
+    taken = saved.load()
+    assert isinstance(taken, Snapshot)
+    assert (taken.past_length, taken.weights) == (8 * saved.block, MAMBA.weights)
 
 
 # --- bounds --------------------------------------------------------------------------------------
@@ -457,6 +529,22 @@ def test_one_swapped_port_is_located(folder, tmp_path, bundle_path, name):
     assert repeat(folder, bundle, from_block=4).passed
 
 
+def test_a_changed_column_of_keys_is_located(folder, fused):
+    """Of keys and values the columns that a commit adds are hashed."""
+    engine = open_decoding(fused, threads=1)
+    inner = engine.buffers.commit
+
+    def commit(rows, commit_length, columns, last_logits=None, first=0):
+        if engine.past_length[first] == 24:
+            columns["key_000"][0, 0, 3] += 1
+        inner(rows, commit_length, columns, last_logits, first)
+
+    engine.buffers.commit = commit
+    record(folder, fused, [Request((3, 4), COLD)], engine=engine)
+    first = repeat(folder, fused).difference
+    assert (first.what, first.layer, first.port, first.past_length) == ("state", 0, "key_000", 24)
+
+
 def test_a_changed_seed_is_located(folder, monkeypatch):
     """The first pass where a choice differs although the logits are equal."""
     from fixedstate.runtime import scheduler
@@ -553,6 +641,21 @@ def test_another_precision_is_compared_from_the_beginning(folder, bundle_path):
     assert report.requests[0].start == "the beginning"
     with pytest.raises(StateError, match="another precision"):
         repeat(folder, half, from_block=2)
+
+
+@pytest.mark.timeout(900)
+def test_recordings_travel_between_environments(runtime310, tmp_path):
+    """Written by an older ONNX Runtime and numpy and repeated there; here numbers are compared."""
+    words = ("--prompt-ids", "3,4,5", "--max-new-tokens", "40", "--min-new-tokens", "40")
+    words = (*words, "--threads", "1", "--record-every", "2", "--record", "rec")
+    run = {"cwd": tmp_path}
+    runtime310.run("-m", "fixedstate", "generate", GOLDEN, *words, **run)
+    said = runtime310.run("-m", "fixedstate", "replay", "rec", **run).stdout
+    assert said.startswith("identical: requests 1, passes ")
+    report = repeat(tmp_path / "rec", MAMBA)
+    assert (report.passed, report.compared) == (True, "numbers")
+    assert any(reason.startswith("onnxruntime") for reason in report.reasons)
+    assert report.total("states") >= 2
 
 
 def test_another_model_is_refused(folder, fused):
@@ -687,10 +790,37 @@ class Waits:
         return Reveal(view.fill(view.open & last), np.zeros(len(last), np.int64), states)
 
 
-def test_snapshot_of_a_recording_is_a_snapshot(folder):
-    """It can be gone on from like any other."""
-    record(folder, MAMBA, [Request((3, 4), COLD)])
-    saved = Recording.open(folder).states[-1]
-    taken = saved.load()
-    assert isinstance(taken, Snapshot)
-    assert (taken.past_length, taken.weights) == (8 * saved.block, MAMBA.weights)
+@dataclass(frozen=True)
+class Reads(Waits):
+    """Fills the slots whose scores are smallest in sum, two a pass; looks at filled ones too."""
+
+    needs: ClassVar[str] = "logits"
+
+    def reveal(self, view):
+        total = np.where(view.open, view.logits.sum(axis=2), np.inf)
+        rank = np.argsort(np.argsort(total, axis=1, kind="stable"), axis=1, kind="stable")
+        accept = view.open & (rank < 2)
+        return Reveal(view.fill(accept), np.zeros(len(accept), np.int64))
+
+
+class WholeGraph:
+    """Random scores of a whole sequence that depend on its ids alone."""
+
+    provider = "scripted"
+
+    def __init__(self, spec):
+        self.spec = spec
+
+    def bind(self, inputs, outputs):
+        return WholeBinding(inputs["input_ids"], outputs["logits"])
+
+
+@dataclass
+class WholeBinding:
+    ids: np.ndarray
+    logits: np.ndarray
+
+    def run(self):
+        for row, ids in enumerate(self.ids):
+            rng = np.random.default_rng(ids.astype(np.uint64))
+            self.logits[row] = rng.standard_normal(self.logits.shape[1:])

@@ -119,6 +119,20 @@ def test_the_queue_has_a_limit():
         Scheduler(engine(), queue_limit=-1)
 
 
+def test_what_is_checked_is_what_is_submitted():
+    """A request that would be refused is refused, and nothing is queued."""
+    e = engine(2)
+    e.limit = 16
+    scheduler = Scheduler(e, queue_limit=0)
+    scheduler.check(request(16))
+    for wrong, error in ((request(17), CapacityError), (request(4, prompt=[99]), UsageError)):
+        for take in (scheduler.check, scheduler.submit):
+            with pytest.raises(error):
+                take(wrong)
+    assert scheduler.idle
+    assert scheduler.submit(request(16)) == 0
+
+
 def test_first_come_first_served():
     """Requests are seated in the order they came, whatever their lengths."""
     scheduler = Scheduler(engine(2))

@@ -48,6 +48,13 @@ def test_never_two_begin_tokens(text):
     assert Text(byte_tokenizer(begin=False), SPEC).encode("hi") == text.encode("hi")[1:]
 
 
+@pytest.mark.parametrize("words", ["hello", "", "naïve 雪 🙂", "<s>hi"])
+def test_text_that_goes_on_has_nothing_around_it(text, words):
+    """Two pieces are the tokens of the whole; a begin token that is written stays written."""
+    assert text.encode(words, goes_on=True) == Text(byte_tokenizer(begin=False), SPEC).encode(words)
+    assert [*text.encode("a b"), *text.encode(words, goes_on=True)] == text.encode("a b" + words)
+
+
 def test_stop_ids_and_specials_are_not_text(text):
     """A stop id is in token_ids, not in the text."""
     ids = text.encode("yes")[1:]

@@ -287,11 +287,9 @@ def _ssd(body: _Body, block_len: int, wide_skip: bool, one_group: bool) -> ir.Fu
         skip = body.op("Mul", body.reshape(body.inputs["d"], *per_head), eye)
         mix = body.op("Add", mix, skip)
     y = body.op("MatMul", mix, v)
-    ones = body.const(np.ones((size, 1)), np.float32)
     read, final = None, None
     if not flat:
-        # not ReduceSum: its order of sums depends on where a row stands in memory
-        total = body.op("MatMul", log_decay, ones)  # [B', H, K, 1, 1]
+        total = _row_sums(body, log_decay, size)  # [B', H, K, 1, 1]
         left = _chunk_decay(body, total, None if commit else per_block, reverse)
         last = 0 if reverse else size - 1
         edge = body.reshape(body.slice(weighted, 3, last, last + 1), 0, 0, 0, -1, 1)
@@ -305,8 +303,8 @@ def _ssd(body: _Body, block_len: int, wide_skip: bool, one_group: bool) -> ir.Fu
         past = cut.by_group(body.inputs["state"], b)
         read = cut.by_head(body.op("MatMul", cut.spread(ck), past), y)
     if read is not None:
-        # row sums of what the segment sums were made of: log decays up to each token
-        grown = body.op("Exp", body.op("MatMul", upto, ones))  # [B', H, K, c, 1]
+        # of what the segment sums were made of: log decays up to each token
+        grown = body.op("Exp", _row_sums(body, upto, size))  # [B', H, K, c, 1]
         y = body.op("Add", y, body.op("Mul", grown, read))
     y = cut.join(y, body.inputs["x"])
     if wide_skip:
@@ -346,10 +344,10 @@ class _Cut:
 
     def _chunks(self, value: ir.Value, rank: int) -> ir.Value:
         body = self.body
+        if self.flat and self.lead == 0:
+            return value
         tail = [body.dims(value, 2, rank)]
         if self.flat:
-            if self.lead == 0:
-                return value
             return body.reshape(value, -1, self.block_len, *tail)
         if not self.block_len:
             value = self._whole_chunks(value, rank)
@@ -433,6 +431,14 @@ def _segment_sums(
         tri, after = tri.T, after.T
     spread = body.op("Mul", log_decay, body.const(tri, np.float32))
     return spread, body.op("MatMul", spread, body.const(after, np.float32))
+
+
+def _row_sums(body: _Body, value: ir.Value, size: int) -> ir.Value:
+    """Sums over the last axis, [..., size] -> [..., 1].
+
+    Not by ReduceSum: its order of sums depends on where a row stands in memory.
+    """
+    return body.op("MatMul", value, body.const(np.ones((size, 1)), np.float32))
 
 
 def _chunk_decay(

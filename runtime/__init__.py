@@ -12,7 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from fixedstate.runtime.decoder import Decoder, load
 from fixedstate.runtime.loop import Stream
+from fixedstate.runtime.prefix import PrefixStore
 from fixedstate.runtime.requests import BlockEvent, PassEvent, Request, Result, Settings
+from fixedstate.runtime.scheduler import Scheduler
+from fixedstate.runtime.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from fixedstate.runtime.aio import AsyncAnswer, AsyncDecoder
@@ -23,9 +26,12 @@ __all__ = [
     "BlockEvent",
     "Decoder",
     "PassEvent",
+    "PrefixStore",
     "Request",
     "Result",
+    "Scheduler",
     "Settings",
+    "Snapshot",
     "Stream",
     "load",
 ]

@@ -475,6 +475,20 @@ def test_folders_that_cannot_be_written(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["file"]
 
 
+def test_a_device_or_pipe_is_never_replaced_by_a_file(tmp_path):
+    """Renaming a file over /dev/null would take it from everybody."""
+    pipe, folder = tmp_path / "pipe", tmp_path / "folder"
+    os.mkfifo(pipe)
+    folder.mkdir()
+    link = tmp_path / "link"
+    link.symlink_to(pipe)
+    for target in (pipe, folder, link):
+        with pytest.raises(UsageError, match="is not a regular file"):
+            write_atomic(target, b"new")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "link", "pipe"]
+    assert pipe.is_fifo()
+
+
 @pytest.mark.parametrize("step", ["fdopen", "fsync", "replace"])
 def test_a_file_appears_whole_or_not_at_all(tmp_path, monkeypatch, step):
     """An older one stays; nothing lies beside it."""

@@ -393,8 +393,11 @@ def write_atomic(file: Path, *pieces: bytes | memoryview) -> None:
     """Write a file of these pieces, one behind the other, that appears whole or not at all.
 
     Raises:
+        UsageError: where a device, a pipe or a folder stands there: it would be replaced.
         BundleError: where the disk is full or the folder is not writable.
     """
+    if file.exists() and not file.is_file():
+        raise UsageError(f"{file} is not a regular file: choose another name")
     temporary = None
     try:
         handle, temporary = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.absolute().parent)

@@ -19,7 +19,7 @@ from fixedstate.plugins.bodies import function_body
 from fixedstate.plugins.schema import DOMAIN, OPS, OPSET, VERSION
 from fixedstate.ports import Array, Port
 from fixedstate.spec import Mamba1Sizes, Mamba2Sizes, ModelSpec
-from fixedstate.state import TOP_K, Precision, StateSpec, graph_ports
+from fixedstate.state import TOP_K, Precision, StateSpec, graph_ports, split_role
 
 IR_VERSION = 10
 MIN_ONNXRUNTIME = "1.18.0"
@@ -74,7 +74,9 @@ def finish(
         ExportError: where the graph's ports are not those of the role, or :func:`lint` objects.
     """
     inputs, outputs = graph_ports(spec, StateSpec.of(spec, precision), role, top_k)
-    if role.startswith("commit_denoise"):
+    if split_role(role) == ("commit_denoise", "logits"):
+        # not where a head is asked for few slots: turned round, the bytes of the product would
+        # depend on how many, and so on the rows beside
         share_embedding(model)
     return finish_with(model, spec, precision, inputs, outputs)
 

@@ -65,13 +65,6 @@ class _Nodes:
         first, last = (v if isinstance(v, ir.Value) else self.const([v]) for v in (start, end))
         return self.op("Slice", value, first, last, self.const([axis]))
 
-    def corner(
-        self, value: ir.Value, axes: tuple[int, int], start: tuple[int, int], end: tuple[int, int]
-    ) -> ir.Value:
-        """Two axes cut at once."""
-        first, last, where = (self.const(list(part)) for part in (start, end, axes))
-        return self.op("Slice", value, first, last, where)
-
     def dims(self, value: ir.Value, start: int, end: int) -> ir.Value:
         """Part of a shape as a 1-D int64 value."""
         return self.op("Shape", value, start=start, end=end)
@@ -264,9 +257,8 @@ def _ssd(body: _Body, block_len: int, wide_skip: bool, one_group: bool) -> ir.Fu
     x = body.float(body.inputs["x"])
     b, c = (body.float(body.inputs[n]) for n in ("b", "c"))
     dt = body.inputs["dt"]
-    lead = -1 if reverse and block_len else 0
     flat = per_block == 1 and not commit
-    cut = _Cut(body, block_len, size, lead, flat, one_group)
+    cut = _Cut(body, block_len, size, flat, one_group)
     per_head = (-1, 1, 1) if flat else (-1, 1, 1, 1)
     v = cut.heads(x)  # [B', H, K, c, P]
     step = body.unsqueeze(cut.steps(dt), -2)  # [B', H, K, 1, c]
@@ -281,7 +273,7 @@ def _ssd(body: _Body, block_len: int, wide_skip: bool, one_group: bool) -> ir.Fu
     score = body.op("Mul", score, reached)
     # dt and the skip go into the matrix: [c, c] per head is smaller than [c, P]
     weighted = body.op("Mul", decay, step)
-    mix = cut.by_head(body.op("Mul", cut.by_group(weighted, b), cut.spread(score)), decay)
+    mix = cut.by_head(body.op("Mul", cut.by_group(weighted), cut.spread(score)))
     if not wide_skip:
         eye = body.const(np.eye(size), np.float32)
         skip = body.op("Mul", body.reshape(body.inputs["d"], *per_head), eye)
@@ -291,17 +283,17 @@ def _ssd(body: _Body, block_len: int, wide_skip: bool, one_group: bool) -> ir.Fu
     if not flat:
         total = _row_sums(body, log_decay, size)  # [B', H, K, 1, 1]
         left = _chunk_decay(body, total, None if commit else per_block, reverse)
-        last = 0 if reverse else size - 1
-        edge = body.reshape(body.slice(weighted, 3, last, last + 1), 0, 0, 0, -1, 1)
-        chunks = _Chunks(b, bk, ck, v, edge, per_block in (1, None))
+        last = (0, 1) if reverse else (-1, _OPEN_END)
+        edge = body.reshape(body.slice(weighted, 3, *last), 0, 0, 0, -1, 1)
+        chunks = _Chunks(bk, ck, v, edge, per_block in (1, None))
         read = _between(body, cut, chunks, left, reverse)
         if not reverse:
             read = body.op("Add", _of_past(body, cut, chunks, left, y), read)
         if commit:
             final = _final(body, cut, chunks, left)
     elif not reverse:
-        past = cut.by_group(body.inputs["state"], b)
-        read = cut.by_head(body.op("MatMul", cut.spread(ck), past), y)
+        past = cut.by_group(body.inputs["state"])
+        read = cut.by_head(body.op("MatMul", cut.spread(ck), past))
     if read is not None:
         # of what the segment sums were made of: log decays up to each token
         grown = body.op("Exp", _row_sums(body, upto, size))  # [B', H, K, c, 1]
@@ -322,13 +314,16 @@ class _Cut:
     have a head axis of 1, which meets all heads by broadcasting, and nothing is regrouped.
     """
 
-    def __init__(
-        self, body: _Body, block_len: int, size: int, lead: int, flat: bool, one_group: bool
-    ) -> None:
-        self.body, self.block_len, self.size = body, block_len, size
-        self.lead, self.flat = lead, flat
+    def __init__(self, body: _Body, block_len: int, size: int, flat: bool, one_group: bool) -> None:
+        self.body, self.block_len, self.size, self.flat = body, block_len, size, flat
+        name = body.schema.name
+        self.lead = -1 if name == "SsdBlockReverse" and block_len else 0
+        self.one_block = name == "SsdBlockDenoise" or not block_len
         self.pad = -block_len % size
         self.one_group = one_group
+        if not one_group:
+            self._groups = body.dims(body.inputs["b"], 2, 3)
+            self._heads = body.dims(body.inputs["a"], 0, 1)
         self._missing: ir.Value | None = None
 
     def _whole_chunks(self, value: ir.Value, rank: int) -> ir.Value:
@@ -351,6 +346,9 @@ class _Cut:
             return body.reshape(value, -1, self.block_len, *tail)
         if not self.block_len:
             value = self._whole_chunks(value, rank)
+        elif self.pad and self.one_block:
+            pads = [0] * (rank + 1) + [self.pad] + [0] * (rank - 2)
+            value = body.op("Pad", value, body.const(pads))
         elif self.pad:
             lead = (0, -1) if self.lead == 0 else (-1,)
             value = body.reshape(value, *lead, self.block_len, *tail)
@@ -377,21 +375,19 @@ class _Cut:
         chunks = self._chunks(value, 4)
         return self.body.transpose(chunks, *((0, 2, 3, 1) if self.flat else (0, 3, 1, 4, 2)))
 
-    def by_group(self, value: ir.Value, grouped: ir.Value) -> ir.Value:
-        """[B', H, ...] -> [B', G, H/G, ...]; ``grouped`` is [B, T, G, N]."""
+    def by_group(self, value: ir.Value) -> ir.Value:
+        """[B', H, ...] -> [B', G, H/G, ...]."""
         if self.one_group:
             return value
-        body = self.body
-        rest = body.op("Shape", value, start=2)
-        return body.reshape(value, 0, body.dims(grouped, 2, 3), -1, rest)
+        rest = self.body.op("Shape", value, start=2)
+        return self.body.reshape(value, 0, self._groups, -1, rest)
 
-    def by_head(self, value: ir.Value, like: ir.Value) -> ir.Value:
-        """[B', G, H/G, ...] -> [B', H, ...]; ``like`` has the heads at its place."""
+    def by_head(self, value: ir.Value) -> ir.Value:
+        """[B', G, H/G, ...] -> [B', H, ...]."""
         if self.one_group:
             return value
-        body = self.body
-        rest = body.op("Shape", value, start=3)
-        return body.reshape(value, 0, body.dims(like, 1, 2), rest)
+        rest = self.body.op("Shape", value, start=3)
+        return self.body.reshape(value, 0, self._heads, rest)
 
     def spread(self, value: ir.Value) -> ir.Value:
         """[B', G, ...] -> [B', G, 1, ...]: one for all heads of a group."""
@@ -405,7 +401,7 @@ class _Cut:
         value = body.transpose(value, *((0, 2, 1, 3) if self.flat else (0, 2, 3, 1, 4)))
         if self.flat and self.lead == 0:
             return value
-        if not self.block_len:
+        if self.one_block and (self.pad or not self.block_len):
             value = body.reshape(value, 0, -1, body.dims(x, 2, 4))
             return body.slice(value, 1, 0, body.dims(x, 1, 2))
         if self.pad:
@@ -456,29 +452,26 @@ def _chunk_decay(
     """
     row = body.reshape(total, 0, 0, 1, -1)  # [B', H, 1, K]
     padded = body.op("Pad", row, body.const([0] * 7 + [1] if reverse else [0, 0, 0, 1] + [0] * 4))
-    zero = body.const(0.0, np.float32)
     if count is not None:
-        reach = np.tri(count + 1, dtype=np.bool_)
         _, sums = _segment_sums(body, padded, count + 1, reverse)
-        reached = body.const(reach.T if reverse else reach, np.bool_)
-        return body.op("Where", reached, body.op("Exp", sums), zero)
-    size = body.op("Squeeze", body.dims(padded, 3, 4))
-    steps = body.op("Range", body.const(0), size, body.const(1))
-    at, of = body.unsqueeze(steps, 1), steps
-    if reverse:
-        at, of = of, at
-    reached = body.op("LessOrEqual", of, at)
-    weight = body.op("Cast", reached, to=int(ir.DataType.FLOAT))
-    after = body.op("Cast", body.op("Greater", at, of), to=int(ir.DataType.FLOAT))
-    sums = body.op("MatMul", body.op("Mul", padded, weight), after)
-    return body.op("Where", reached, body.op("Exp", sums), zero)
+        reach = np.tri(count + 1, dtype=np.float32)
+        reached = body.const(reach.T if reverse else reach, np.float32)
+    else:
+        size = body.op("Squeeze", body.dims(padded, 3, 4))
+        steps = body.op("Range", body.const(0), size, body.const(1))
+        at, of = body.unsqueeze(steps, 1), steps
+        if reverse:
+            at, of = of, at
+        reached = body.op("Cast", body.op("LessOrEqual", of, at), to=int(ir.DataType.FLOAT))
+        after = body.op("Cast", body.op("Greater", at, of), to=int(ir.DataType.FLOAT))
+        sums = body.op("MatMul", body.op("Mul", padded, reached), after)
+    return body.op("Mul", body.op("Exp", sums), reached)
 
 
 class _Chunks(NamedTuple):
     """What chunks give to each other and take from each other.
 
     Attributes:
-        b: B as the operator has it, [B, T, G, N].
         keys: B by chunks, [B', G, K, N, c].
         queries: C by chunks, [B', G, K, c, N].
         values: x by chunks, [B', H, K, c, P].
@@ -486,7 +479,6 @@ class _Chunks(NamedTuple):
         single: Whether K may be 1.
     """
 
-    b: ir.Value
     keys: ir.Value
     queries: ir.Value
     values: ir.Value
@@ -499,25 +491,23 @@ def _of_past(body: _Body, cut: _Cut, chunks: _Chunks, decay: ir.Value, y: ir.Val
 
     All tokens read the past in one product: it is never stacked with what chunks add to it.
     """
-    past = cut.by_group(body.inputs["state"], chunks.b)
+    past = cut.by_group(body.inputs["state"])
     queries = body.reshape(chunks.queries, 0, 0, -1, body.dims(chunks.queries, 4, 5))
-    read = body.op("MatMul", cut.spread(queries), past)  # [B, H, K * c, P]
-    read = body.op("Reshape", cut.by_head(read, y), body.op("Shape", y))
-    left = body.corner(decay, (2, 3), (0, 0), (-1, 1))  # [B, H, K, 1]
+    read = body.op("MatMul", cut.spread(queries), past)  # [B, G, H/G, K * c, P]
+    read = body.op("Reshape", read, body.op("Shape", y))
+    left = body.slice(body.slice(decay, 2, 0, -1), 3, 0, 1)  # [B, H, K, 1]
     return body.op("Mul", read, body.unsqueeze(left, 4))
 
 
 def _final(body: _Body, cut: _Cut, chunks: _Chunks, decay: ir.Value) -> ir.Value:
     """The state after the last chunk, [B, H, N, P]: all tokens write to it in one product."""
-    left = body.corner(decay, (2, 3), (-1, 1), (_OPEN_END, _OPEN_END))  # [B, H, 1, K]
-    edge = body.op("Mul", chunks.edge, body.reshape(left, 0, 0, -1, 1, 1))
-    values = body.op("Mul", chunks.values, edge)
+    last = body.slice(decay, 2, -1, _OPEN_END)  # [B, H, 1, K+1]
+    left = body.reshape(body.slice(last, 3, 1, _OPEN_END), 0, 0, -1, 1, 1)
+    values = body.op("Mul", chunks.values, body.op("Mul", chunks.edge, left))
     values = body.reshape(values, 0, 0, -1, body.dims(values, 4, 5))  # [B, H, K * c, P]
     keys = body.reshape(body.transpose(chunks.keys, 0, 1, 3, 2, 4), 0, 0, 0, -1)
-    added = body.op("MatMul", cut.spread(keys), cut.by_group(values, chunks.b))
-    left = body.corner(decay, (2, 3), (-1, 0), (_OPEN_END, 1))  # [B, H, 1, 1]
-    past = body.op("Mul", body.inputs["state"], left)
-    return body.op("Add", past, cut.by_head(added, decay))
+    added = cut.by_head(body.op("MatMul", cut.spread(keys), cut.by_group(values)))
+    return body.op("Add", body.op("Mul", body.inputs["state"], body.slice(last, 3, 0, 1)), added)
 
 
 def _between(
@@ -528,32 +518,37 @@ def _between(
     Only K - 1 chunks give something to others, and K - 1 take. Where K is 1 that one chunk stands
     in, since no tensor may be empty: it gives one column of its state, times 0.
     """
-    keys, queries, one = chunks.keys, chunks.queries, body.const([1])
-    begin = one
+    keys, queries = chunks.keys, chunks.queries
+    begin: int | ir.Value = 1
+    end: int | ir.Value = -1
+    past_end = end
     if chunks.single:
-        begin = body.op("Min", one, body.op("Sub", body.dims(keys, 2, 3), one))  # [1]: 0 or 1
-        width = body.dims(keys, 3, 4)
+        one, count, width = body.const([1]), body.dims(keys, 2, 3), body.dims(keys, 3, 4)
+        begin = body.op("Min", one, body.op("Sub", count, one))  # [1]: 0 or 1
+        end = body.op("Sub", count, begin)  # [1]: K - 1, or 1
+        past_end = body.op("Add", end, one)
         width = body.op("Min", width, body.op("Add", body.op("Mul", width, begin), one))
         keys, queries = body.slice(keys, 3, 0, width), body.slice(queries, 4, 0, width)
-    others = body.op("Sub", body.dims(keys, 2, 3), begin)  # [1]: K - 1, or 1
-    end = body.op("Add", others, one)
+    values = body.op("Mul", chunks.values, chunks.edge)
     if reverse:
-        queries = body.slice(queries, 2, 0, others)
-        left = body.slice(body.slice(decay, 2, 1, end), 3, begin, -1)
+        keys, values = (body.slice(v, 2, begin, _OPEN_END) for v in (keys, values))
+        queries = body.slice(queries, 2, 0, end)
+        left = body.slice(body.slice(decay, 2, 1, past_end), 3, begin, -1)
     else:
+        keys, values = (body.slice(v, 2, 0, end) for v in (keys, values))
         queries = body.slice(queries, 2, begin, _OPEN_END)
-        left = body.slice(body.slice(decay, 2, begin, -1), 3, 1, end)
-    givers = (begin, _OPEN_END) if reverse else (0, others)
-    keys, values, edge = (body.slice(v, 2, *givers) for v in (keys, chunks.values, chunks.edge))
-    values = cut.by_group(body.op("Mul", values, edge), chunks.b)
-    added = body.op("MatMul", cut.spread(keys), values)
-    added = cut.by_head(added, decay)  # [B', H, K-1, N, P]
-    entering = body.op("MatMul", left, body.reshape(added, 0, 0, 0, -1))
-    entering = body.reshape(entering, 0, 0, 0, body.dims(added, 3, 5))
-    read = body.op("MatMul", cut.spread(queries), cut.by_group(entering, chunks.b))
-    before, after = body.const([0, 0]), body.const([0] * 7)
-    pads = [after, begin, before] if reverse else [before, begin, after]
-    return body.op("Pad", cut.by_head(read, decay), body.op("Concat", *pads, axis=0))
+        left = body.slice(body.slice(decay, 2, begin, -1), 3, 1, past_end)
+    added = body.op("MatMul", cut.spread(keys), cut.by_group(values))  # [B', G, H/G, K-1, N, P]
+    states = body.reshape(added, 0, body.dims(left, 1, 3), -1)  # [B', H, K-1, N * P]
+    entering = body.op("Reshape", body.op("MatMul", left, states), body.op("Shape", added))
+    read = cut.by_head(body.op("MatMul", cut.spread(queries), entering))
+    before, after = [0, 0], [0] * 7
+    if reverse:
+        before, after = after, before
+    if isinstance(begin, int):
+        return body.op("Pad", read, body.const([*before, begin, *after]))
+    pads = body.op("Concat", body.const(before), begin, body.const(after), axis=0)
+    return body.op("Pad", read, pads)
 
 
 # --- Mamba-1 ------------------------------------------------------------------------------------

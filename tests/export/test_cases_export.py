@@ -405,8 +405,8 @@ def break_it(name: str, patch: pytest.MonkeyPatch) -> None:
         return
     real = pipeline.finish
 
-    def finish(model_, spec, precision, role):
-        MODEL_FAULTS[name](real(model_, spec, precision, role))
+    def finish(model_, *given):
+        MODEL_FAULTS[name](real(model_, *given))
         return model_
 
     patch.setattr(pipeline, "finish", finish)
@@ -439,7 +439,7 @@ def test_EX_03_the_command_exits_with_1(tmp_path, monkeypatch, checkpoint_path, 
     old = tmp_path / "out"
     old.mkdir()
     (old / "mine").touch()
-    args = ["export", str(checkpoint_path("F2")), "-o", str(old), "--force"]
+    args = ["export", str(checkpoint_path("F2")), "-o", str(old), "--force", "--no-fused"]
     done = CliRunner().invoke(cli, args)
     assert done.exit_code == 1
     assert done.stdout == ""
@@ -493,7 +493,7 @@ def test_a_full_disk_leaves_nothing(
     owner = Path if where == "pathlib.Path" else sys.modules[where]
     _fails_at(monkeypatch, owner, name, call)
     with pytest.raises(BundleError, match="No space left on device"):
-        export_bundle(checkpoint, tmp_path / "out")
+        export_bundle(checkpoint, tmp_path / "out", fused=False)
     assert left_behind(tmp_path) == ["checkpoint"]
 
 

@@ -26,7 +26,7 @@ from fixedstate.runtime.sampling import (
     serves,
     with_first_slot,
 )
-from fixedstate.state import HEADS, split_role
+from fixedstate.state import HEADS, Precision, split_role
 
 SHIFTED = model(mamba_layer("forward"), attention_layer("forward"), logit_shift=True)
 STEPPED = model(mamba_layer(), self_conditioning_width=16)
@@ -136,7 +136,43 @@ def test_a_head_decodes_as_the_logits_do(exported):
 def test_rows_have_the_same_bytes_for_any_slots_and_rows(exported):
     """As many as are asked for, alone or in a batch: products of few rows change nothing."""
     folder, head = exported
-    bundle = Bundle.open(folder)
+    check_bytes(Bundle.open(folder), head)
+
+
+def test_wide_tied_heads_have_the_same_bytes_too(tmp_path):
+    """Of a width at which a back end splits its products by their size."""
+    from fixedstate.bundle import DecodeDefaults, Source
+    from fixedstate.export.denoiser import Denoiser
+    from fixedstate.export.pipeline import write_bundle
+    from fixedstate.export.stored import StoredWeights
+    from fixedstate.export.weights import random_tensors
+    from fixedstate.plugins.torch_ops import TRACED
+
+    spec = model(
+        mamba_layer("forward"),
+        width=768,
+        vocab_size=2000,
+        vocab_rows=2000,
+        mask_id=1999,
+        block_len=32,
+        tied_embeddings=True,
+    )
+    tensors = random_tensors(spec, seed=0)
+    bundle = write_bundle(
+        tmp_path,
+        Denoiser(spec, tensors, ops=TRACED),
+        StoredWeights(tensors, Precision()),
+        ["denoise_confidence", "commit_denoise_confidence"],
+        lambda _: None,
+        decode=DecodeDefaults(),
+        files={},
+        source=Source(),
+    )
+    check_bytes(bundle, "confidence")
+
+
+def check_bytes(bundle, head):
+    """Run what a head gives of all slots, then of some of them, some rows, in another order."""
     length = bundle.spec.block_len
     roles = [role for role in bundle.graphs if split_role(role)[1] == head]
     rng = np.random.default_rng(0)

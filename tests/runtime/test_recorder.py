@@ -39,10 +39,11 @@ from fixedstate.runtime.recording import (
     Recording,
     hash_policy,
 )
-from fixedstate.runtime.replay import open_engine, replay, replay_bundle
+from fixedstate.runtime.replay import incomparable, open_engine, replay, replay_bundle
 from fixedstate.runtime.ring import OVERHEAD, Ring, read_ring
 from fixedstate.runtime.scheduler import Scheduler
 from fixedstate.runtime.snapshot import Snapshot
+from fixedstate.state import Precision
 
 GOLDEN = Path(__file__).parent.parent / "data" / "golden" / "schema-2" / "bundle"
 MAMBA = Bundle.open(GOLDEN)
@@ -620,6 +621,38 @@ def test_more_threads_compare_tokens_and_states(folder):
     assert (report.passed, report.compared) == (True, "numbers")
     assert report.reasons == ("threads 2, recorded 1",)
     assert report.total("states") >= 2
+
+
+def test_what_makes_bytes_incomparable_is_named(folder):
+    """Everything they depend on but the weights, whose faults are looked for."""
+    record(folder, MAMBA, [Request((3,), COLD)], slots=1)
+    header = Recording.open(folder).header
+    assert incomparable(header, replace(MAMBA, weights="other"), "cpu") == []
+    half = Precision.named("fp16")
+    for changes, words in (
+        ({"provider": "cuda"}, "provider cpu, recorded cuda"),
+        ({"graphs": {**header.graphs, "denoise": "0"}}, "graph denoise is another one"),
+        ({"precision": half}, "precision fp32, recorded fp16"),
+        ({"threads": None, "cores": 1000}, "processor cores, recorded 1000"),
+        ({"versions": {**header.versions, "numpy": "1.0"}}, "recorded 1.0"),
+    ):
+        (reason,) = incomparable(replace(header, **changes), MAMBA, "cpu")
+        assert words in reason
+    several = replace(header, precision=half, slots=2)
+    assert "several rows" in incomparable(several, MAMBA, "cpu")[-1]
+    assert (
+        "several rows" in incomparable(replace(header, provider="cuda", slots=2), MAMBA, "cuda")[0]
+    )
+
+
+def test_a_difference_behind_several_threads_and_rows_is_doubted(folder, tmp_path):
+    """There a row alone need not have the same bytes; the report says what to do."""
+    engine = open_decoding(MAMBA, threads=2, slots=2)
+    with Recorder.start(folder, engine, MAMBA, threads=2) as started:
+        Decoder(MAMBA, engine).generate(requests(COLD, COLD), watcher=started)
+    assert repeat(folder, MAMBA).reasons == ()
+    other = flipped(tmp_path, "layers.0.mixer.in_proj.weight.1", 700, 22)
+    assert "more than one thread" in repeat(folder, other).reasons[-1]
 
 
 def test_numbers_find_what_is_outside_the_tolerance(folder, tmp_path):

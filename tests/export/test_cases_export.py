@@ -318,12 +318,11 @@ def swapped_groups(patch: pytest.MonkeyPatch) -> None:
     """Head h reads group h % G instead of h // (H / G)."""
     real = bodies._Cut.by_group
 
-    def by_group(self, value, grouped):
-        parts = real(self, value, grouped)
-        lead = (0,) if self.flat else (0, 1)
-        g = len(lead)
-        turned = self.body.transpose(parts, *lead, g + 1, g, g + 2, g + 3)
-        return self.body.op("Reshape", turned, self.body.op("Shape", parts))
+    def by_group(self, value):
+        body = self.body
+        heads = body.op("Range", body.const(0), body.op("Squeeze", self._heads), body.const(1))
+        turned = body.transpose(body.reshape(heads, self._groups, -1), 1, 0)
+        return real(self, body.op("Gather", value, body.reshape(turned, -1), axis=1))
 
     patch.setattr(bodies._Cut, "by_group", by_group)
 
@@ -347,12 +346,18 @@ def wrong_direction(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_carried_state(patch: pytest.MonkeyPatch) -> None:
-    real = bodies._carry
+    def without(real):
+        def made(body, *args):
+            state = body.inputs["state"]
+            body.inputs["state"] = _zeroed(body, state)
+            value = real(body, *args)
+            body.inputs["state"] = state
+            return value
 
-    def carry(body, local, total, state, count):
-        return real(body, local, total, _zeroed(body, state), count)
+        return made
 
-    patch.setattr(bodies, "_carry", carry)
+    for name in ("_of_past", "_final"):
+        patch.setattr(bodies, name, without(getattr(bodies, name)))
 
 
 WEIGHT_FAULTS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {

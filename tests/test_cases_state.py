@@ -328,9 +328,9 @@ def test_ST_08_requests_leave_nothing_behind(subject, name, between, monkeypatch
     if between == "a failed request":
         real, calls = one.engine.denoise, []
 
-        def broken(ids: np.ndarray) -> np.ndarray:
+        def broken(ids: np.ndarray, first: int = 0) -> np.ndarray:
             calls.append(ids)
-            logits = real(ids)
+            logits = real(ids, first)
             return logits * np.nan if len(calls) == 7 else logits
 
         with monkeypatch.context() as patch:

@@ -181,7 +181,7 @@ def _trace(part: Part, bundle: Bundle, role: str) -> _Traced:
     ]
     model.graph.inputs[:] = [value for value, _ in kept]
     inputs = tuple(port for _, port in kept)
-    finish_with(model, bundle.spec, bundle.precision, inputs, graph.outputs)
+    finish_with(model, bundle.spec, bundle.precision, role, inputs, graph.outputs)
     return _Traced(model, graph.inputs, inputs, graph.outputs)
 
 

@@ -74,21 +74,22 @@ def finish(
         ExportError: where the graph's ports are not those of the role, or :func:`lint` objects.
     """
     inputs, outputs = graph_ports(spec, StateSpec.of(spec, precision), role, top_k)
-    if split_role(role) == ("commit_denoise", "logits"):
-        # not where a head is asked for few slots: turned round, the bytes of the product would
-        # depend on how many, and so on the rows beside
-        share_embedding(model)
-    return finish_with(model, spec, precision, inputs, outputs)
+    return finish_with(model, spec, precision, role, inputs, outputs)
 
 
 def finish_with(
     model: ir.Model,
     spec: ModelSpec,
     precision: Precision,
+    role: str,
     inputs: tuple[Port, ...],
     outputs: tuple[Port, ...],
 ) -> ir.Model:
     """The same for a graph with ports of its own."""
+    if split_role(role) == ("commit_denoise", "logits"):
+        # not where a head is asked for few slots: turned round, the bytes of the product would
+        # depend on how many, and so on the rows beside
+        share_embedding(model)
     strip_metadata(model)
     name_weights(model)
     plain_softplus(model)

@@ -144,7 +144,10 @@ class Snapshot:
                     f"state {name!r} holds NaN or infinity after {self.past_length} tokens: "
                     "nothing can go on from it"
                 )
-        frozen = {name: _frozen(array) for name, array in self.arrays.items()}
+        ports = [
+            port.suffix for port in self.state.committed
+        ]  # in their order, whatever the file's
+        frozen = {name: _frozen(self.arrays[name]) for name in ports}
         object.__setattr__(self, "arrays", frozen)
         if self.last_logits is not None:
             object.__setattr__(self, "last_logits", _frozen(self.last_logits))

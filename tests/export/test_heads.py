@@ -33,7 +33,15 @@ from fixedstate.export.weights import random_tensors
 from fixedstate.ports import Port
 from fixedstate.runtime.sampling import Scorer
 from fixedstate.spec import AttentionSizes, LayerSpec, LinearAttentionSizes
-from fixedstate.state import HEADS, Precision, StateSpec, graph_ports, head_ports, split_role
+from fixedstate.state import (
+    HEADS,
+    Precision,
+    StateSpec,
+    graph_ports,
+    head_ports,
+    head_role,
+    split_role,
+)
 
 REDUCED = HEADS[1:]
 WINDOW = AttentionSizes(4, 2, 8, 8, window=6, sinks=2, keys_rotated=False)
@@ -123,7 +131,8 @@ def scored_by_graph(spec, head, top_k):
     """A call from logits (B, R, V) to the head's outputs by name, on ONNX Runtime."""
     graph = HeadAlone(spec, head, top_k)
     made = trace_graph(graph)
-    finish_with(made, spec, Precision(), graph.inputs, graph.outputs)
+    role = head_role("denoise", head)
+    finish_with(made, spec, Precision(), role, graph.inputs, graph.outputs)
     options = ort.SessionOptions()
     options.intra_op_num_threads = 1
     session = ort.InferenceSession(serialised(made), options)

@@ -17,7 +17,7 @@ from fixedstate.ports import Array, numpy_dtype
 from fixedstate.runtime.buffers import StateBuffers
 from fixedstate.runtime.session import Binding, Session
 from fixedstate.spec import ModelSpec
-from fixedstate.state import TOP_K, StateSpec, head_ports, head_role, split_role
+from fixedstate.state import StateSpec, head_ports, head_role, split_role, top_k_of
 
 KEPT_BINDINGS = 256  # passes of one shape over the same slots; each keeps some kilobytes
 
@@ -421,8 +421,7 @@ class SessionEngine:
     @property
     def top_k(self) -> int:
         """Tokens that the head ``top_k`` gives; see :class:`HeadEngine`."""
-        widths = [p.shape[-1] for p in self._sessions["denoise"].outputs if p.name == "top_tokens"]
-        return int(widths[0]) if widths else TOP_K
+        return top_k_of(self._sessions["denoise"].outputs)
 
     def denoise_at(self, ids: Array, places: Array, first: int = 0) -> dict[str, Array]:
         """What a reduced head predicts at some positions; see :class:`HeadEngine`."""

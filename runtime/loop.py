@@ -64,7 +64,6 @@ class Stream:
             self._scheduler.submit(request)
         self._open = dict.fromkeys(range(len(requests)))  # in order
         self._results: list[Result | None] = [None] * len(requests)
-        self._blocks = [0] * len(requests)
         self._lock = lock or ExclusiveUse()
         self._events = self._run()
 
@@ -111,10 +110,8 @@ class Stream:
         self._collect()
         return ended
 
-    def _collect(self, events: Sequence[BlockEvent] = ()) -> None:
+    def _collect(self) -> None:
         """Take over the results of requests that ended."""
-        for event in events:
-            self._blocks[event.row] = event.block + (event.finish_reason != "error")
         for number in [n for n in self._open if self._scheduler.ended(n)]:
             self._results[number] = self._scheduler.result(number)
             del self._open[number]
@@ -123,7 +120,8 @@ class Stream:
         still = list(self._open)
         self._scheduler.cancel_all(broken=broken)
         self._collect()
-        return [BlockEvent(number, self._blocks[number], (), "cancelled") for number in still]
+        ended = [(number, self._results[number]) for number in still]
+        return [BlockEvent(n, result.blocks, (), "cancelled") for n, result in ended if result]
 
     def _run(self) -> Generator[BlockEvent, None, None]:
         with self._lock:
@@ -137,7 +135,7 @@ class Stream:
     def _ticks(self) -> Iterator[BlockEvent]:
         while not self._scheduler.idle:
             events = self._scheduler.tick()
-            self._collect(events)
+            self._collect()
             yield from events
 
 

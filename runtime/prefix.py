@@ -16,6 +16,7 @@ from fixedstate.errors import CapacityError, StateError, UsageError
 from fixedstate.ports import Array
 from fixedstate.runtime.engine import Engine
 from fixedstate.runtime.requests import check_tokens
+from fixedstate.runtime.rows import slice_end
 from fixedstate.runtime.snapshot import Snapshot, stateful
 
 
@@ -62,8 +63,7 @@ def make_prefix(
         prefix.restore(engine, 0)
     step, first = max(1, prefill_blocks) * length, 0
     while first < whole:
-        # Slices end at multiples of their size from the row's first token, that of the prefix.
-        end = min(((base + first) // step + 1) * step - base, whole)
+        end = slice_end(first, whole, step, base)
         engine.commit(tokens[None, first:end], np.array([end - first]))
         first = end
     return Snapshot.take(engine, 0, pending=tuple(tokens[whole:].tolist()), seed=seed)

@@ -95,8 +95,7 @@ class Row:
         if not self.whole_blocks:
             return self.to_prefill
         size = max(1, prefill_blocks) * self.block_len
-        done = self.base + self.prefilled
-        return min(self.to_prefill, (done // size + 1) * size - self.base)
+        return slice_end(self.prefilled, self.to_prefill, size, self.base)
 
     @property
     def remainder(self) -> Array:
@@ -135,3 +134,21 @@ class Row:
             self.last = np.array(canvas[: fixed + len(new)], np.int64)
         self.blocks += 1
         return BlockEvent(self.request, self.blocks - 1, tuple(new), self.reason)
+
+
+def slice_end(start: int, end: int, size: int, base: int = 0) -> int:
+    """Where a slice of a prompt that begins at `start` ends.
+
+    Slices end at multiples of their size from the row's first token, that of a saved prefix.
+
+    Args:
+        start: Tokens of the prompt that are committed.
+        end: Those that are to be.
+        size: Tokens of a whole slice.
+        base: Tokens that a saved prefix had committed before.
+
+    Example:
+        >>> slice_end(0, 100, 32), slice_end(0, 100, 32, base=40), slice_end(96, 100, 32)
+        (32, 24, 100)
+    """
+    return min(end, ((base + start) // size + 1) * size - base)

@@ -240,7 +240,8 @@ class Scheduler:
                 f"request {number} cannot be saved now ({where}): states are taken between blocks, "
                 "right after a block event"
             )
-        self._flush(slot, row)
+        if row.pending:
+            self._commit(slice(slot, slot + 1))
         return Snapshot.take(
             self._engine, slot, pending=tuple(row.remainder.tolist()), seed=row.rules.seed
         )
@@ -381,12 +382,15 @@ class Scheduler:
 
     def _known(self, row: Row) -> Snapshot | None:
         """The state of a beginning of the prompt that was seen before."""
-        if self._prefixes is None or row.prefix is not None or not row.whole_blocks:
+        store = self._store(row)
+        if store is None:
             return None
-        found = self._prefixes.find(
-            row.prompt, self._spec.block_len, max(1, self._defaults.prefill_blocks)
-        )
+        found = store.find(row.prompt, self._spec.block_len, self._defaults.prefill_blocks)
         return found[1] if found is not None else None
+
+    def _store(self, row: Row) -> PrefixStore | None:
+        """The states of prompts seen before, for a row whose slices are those of its prompt."""
+        return self._prefixes if row.prefix is None and row.whole_blocks else None
 
     def _begin(self, slot: int) -> None:
         """The prompt of a row is committed: it denoises from now on."""
@@ -429,10 +433,11 @@ class Scheduler:
 
     def _remember(self, row: Row, slot: int) -> None:
         """Add the state behind a slice to the store, where other prompts can use it."""
-        if self._prefixes is None or row.prefix is not None or not row.whole_blocks:
+        store = self._store(row)
+        if store is None:
             return
         with contextlib.suppress(StateError):  # not finite: the row's own scores will say so
-            self._prefixes.put(row.prompt[: row.prefilled], Snapshot.take(self._engine, slot))
+            store.put(row.prompt[: row.prefilled], Snapshot.take(self._engine, slot))
 
     def _committed(self, row: Row, slot: int, ids: Array, *, fused: bool = False) -> None:
         if self._watcher is not None:
@@ -448,7 +453,6 @@ class Scheduler:
     def _denoise(self) -> None:
         """One denoise pass of every active row that can change; closes the blocks it fills."""
         engine, active = self._engine, self._active
-        length = self._spec.block_len
         start = time.perf_counter()
         rows = self._seated
         held = self._sort(active, lambda row: row.pending)
@@ -469,9 +473,7 @@ class Scheduler:
             start = self._spent("policy", start, rows[slot : slot + 1])
         if held < active:
             found = self._pass(slice(held, active), fused=True)
-            for slot in range(held, active):
-                rows[slot].pending = False
-                self._committed(rows[slot], slot, self._both[slot, :length], fused=True)
+            self._block_committed(slice(held, active), fused=True)
             start = self._spent("denoise", start, rows[held:active])
             self._reveal(slice(held, active), found)
             self._spent("policy", start, rows[held:active])
@@ -525,14 +527,14 @@ class Scheduler:
         length = self._spec.block_len
         blocks = self._both[slots, :length]
         self._engine.commit(blocks, np.full(len(blocks), length, np.int64), slots.start)
-        for slot in range(slots.start, slots.stop):
-            self._seated[slot].pending = False
-            self._committed(self._seated[slot], slot, self._both[slot, :length])
+        self._block_committed(slots)
 
-    def _flush(self, slot: int, row: Row) -> None:
-        """Commit a finished block of one row now."""
-        if row.pending:
-            self._commit(slice(slot, slot + 1))
+    def _block_committed(self, slots: slice, *, fused: bool = False) -> None:
+        """The state of some neighbouring rows now holds their finished block."""
+        for slot in range(slots.start, slots.stop):
+            row = self._seated[slot]
+            row.pending = False
+            self._committed(row, slot, self._both[slot, : self._spec.block_len], fused=fused)
 
     def _spent(self, phase: str, start: float, rows: list[Row]) -> float:
         now = time.perf_counter()

@@ -16,7 +16,7 @@ from typing import Any
 from fixedstate.errors import BundleError, SpecError, UsageError, require_keys
 from fixedstate.ports import Port
 from fixedstate.spec import ModelSpec
-from fixedstate.state import TOP_K, Precision, StateSpec, graph_ports
+from fixedstate.state import Precision, StateSpec, graph_ports, top_k_of
 
 SCHEMA = 2
 """Schema number this code writes; every older one opens for ever, a newer one is refused."""
@@ -83,8 +83,7 @@ class Graph:
     @property
     def top_k(self) -> int:
         """Tokens that its ``top_k`` head gives for a slot."""
-        counts = [port.shape[-1] for port in self.outputs if port.name == "top_tokens"]
-        return counts[0] if counts and isinstance(counts[0], int) else TOP_K
+        return top_k_of(self.outputs)
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready mapping; the inverse of :meth:`from_dict`."""

@@ -5,7 +5,7 @@ The exporter, the runtime, the engine builder and the Triton generator agree on 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -303,6 +303,12 @@ def top_count(spec: ModelSpec, top_k: int) -> int:
     """Tokens that a ``top_k`` head gives: no more than the model can choose from."""
     masked = spec.mask_id is not None and spec.mask_id < spec.vocab_size
     return min(top_k, spec.vocab_size - masked)
+
+
+def top_k_of(outputs: Iterable[Port]) -> int:
+    """Tokens that the ``top_k`` head of a graph with these outputs gives for a slot."""
+    counts = [port.shape[-1] for port in outputs if port.name == "top_tokens"]
+    return counts[0] if counts and isinstance(counts[0], int) else TOP_K
 
 
 def head_ports(spec: ModelSpec, head: str, top_k: int = TOP_K) -> tuple[Port, ...]:

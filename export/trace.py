@@ -51,9 +51,9 @@ def _register_schemas() -> None:
         if defs.has(op.name, DOMAIN):
             continue
         formal = defs.OpSchema.FormalParameter
-        inputs = [formal(name, _formal_type(name)) for name in op.inputs]
-        outputs = [formal(name, _formal_type(name)) for name in op.outputs]
-        used = {_formal_type(name) for name in (*op.inputs, *op.outputs)} & {"T", "S"}
+        inputs = [formal(name, _formal_type(name)) for name in op.input_names]
+        outputs = [formal(name, _formal_type(name)) for name in op.output_names]
+        used = {_formal_type(name) for name in (*op.input_names, *op.output_names)} & {"T", "S"}
         defs.register_schema(
             defs.OpSchema(
                 op.name,

@@ -84,7 +84,7 @@ class _Body(_Nodes):
         super().__init__()
         self.schema = OPS[name]
         self.io = _IO[io]
-        self.inputs = {n: ir.Value(name=n) for n in self.schema.inputs}
+        self.inputs = {n: ir.Value(name=n) for n in self.schema.input_names}
 
     def float(self, value: ir.Value) -> ir.Value:
         """The value in float32."""
@@ -100,7 +100,7 @@ class _Body(_Nodes):
 
     def function(self, outputs: Sequence[ir.Value]) -> ir.Function:
         """The finished function."""
-        for value, name in zip(outputs, self.schema.outputs, strict=True):
+        for value, name in zip(outputs, self.schema.output_names, strict=True):
             value.name = name
         graph = ir.Graph(
             list(self.inputs.values()),

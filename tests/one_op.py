@@ -20,16 +20,16 @@ def run_op(
     schema = OPS[name]
     body = function_body(name, block_len, io, **model)  # type: ignore[arg-type]
     values = []
-    for key in schema.inputs:
+    for key in schema.input_names:
         array = inputs[key]
         kind = ir.DataType.from_numpy(array.dtype)
         shape = ir.Shape([f"{key}{axis}" for axis in range(array.ndim)])
         values.append(ir.Value(name=key, type=ir.TensorType(kind), shape=shape))
     attributes = {"block_len": block_len, "plugin_namespace": DOMAIN, "plugin_version": "1"}
     node = ir.node(
-        name, values, attributes=attributes, domain=DOMAIN, num_outputs=len(schema.outputs)
+        name, values, attributes=attributes, domain=DOMAIN, num_outputs=len(schema.output_names)
     )
-    for value, key in zip(node.outputs, schema.outputs, strict=True):
+    for value, key in zip(node.outputs, schema.output_names, strict=True):
         value.name = key
         float_state = key == "new_state" and not name.startswith("CausalConv")
         kind = ir.DataType.FLOAT if float_state or io == "float32" else ir.DataType.FLOAT16
@@ -38,7 +38,7 @@ def run_op(
     graph = ir.Graph(values, node.outputs, nodes=[node], opset_imports=imports, name="one")
     model_ = ir.Model(graph, ir_version=10, functions=[body])
     session = onnxruntime.InferenceSession(ir.to_proto(model_).SerializeToString())
-    return session.run(list(schema.outputs), {key: inputs[key] for key in schema.inputs})
+    return session.run(list(schema.output_names), {key: inputs[key] for key in schema.input_names})
 
 
 def single(inputs: Mapping[str, Array]) -> dict[str, Array]:

@@ -47,6 +47,9 @@ bench: setup ## the measurements behind the numbers in README.md and docs/
 	@shopt -s nullglob; for script in benchmarks/bench_*.py; do \
 	    echo "== $$script"; PYTHONPATH=benchmarks $(BIN)/python "$$script" || exit 1; done
 
+ptx: setup ## compile the kernels anew into plugins/ptx, and assemble every text for seven GPU generations
+	@$(BIN)/python -m fixedstate.plugins.compile
+
 fuzz: setup ## laws 1 to 5 on 250 drawn models, 40 draws each; goes on where it was stopped
 	@PYTHONPATH=tests $(BIN)/python tests/fuzz.py $(FUZZ_ARGS)
 
@@ -56,6 +59,10 @@ nightly: setup ## the tests that take minutes
 clean: ## remove what was built and cached; environments stay
 	@rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .coverage htmlcov
 	@find . -name '.venv*' -prune -o -name __pycache__ -type d -exec rm -rf {} +
+
+# folder=packages,...; the older ones need a numpy below 2.4 beside them.
+PLUGIN_PACKAGES := 10.9=tensorrt-cu12-bindings==10.9.0.34,numpy==2.2.6 \
+    10.13=tensorrt-cu12-bindings==10.13.3.9,numpy==2.2.6 11.4=tensorrt-cu13-bindings==11.4.0.106
 
 CANDIDATES := $(or $(PYTHON),python3.11 python3)
 find_python = $(shell for python in $(CANDIDATES); do \
@@ -71,7 +78,12 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 	    $(PIP) install -qq --no-deps --constraint constraints.txt --index-url "$(TORCH_INDEX_URL)" torch; fi
 	@# The build tool comes from constraints.txt as well, so the build is not isolated.
 	@$(PIP) install -qq --constraint constraints.txt setuptools
-	@$(PIP) install -qq --constraint constraints.txt --no-build-isolation --editable '.[export,dev]'
+	@$(PIP) install -qq --constraint constraints.txt --no-build-isolation --editable '.[export,dev,rtx,kernels]'
+	@# TensorRT's own plugin package, three versions side by side; no test needs the library itself.
+	@for pair in $(PLUGIN_PACKAGES); do target=$(VENV)/plugin-packages/$${pair%%=*}; \
+	    [ -f $$target/.installed ] || { rm -rf $$target && $(PIP) install -qq --no-deps --target $$target \
+	        $$(echo $${pair#*=} | tr , ' ') && touch $$target/.installed; } || \
+	    echo "make setup: no TensorRT $${pair%%=*} plugin package for this Python; its tests will fail" >&2; done
 	@touch $@
 
-.PHONY: help setup demo test lint types imports format check bench fuzz nightly clean
+.PHONY: help setup demo test lint types imports format check bench ptx fuzz nightly clean

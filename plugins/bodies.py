@@ -70,11 +70,19 @@ class _Nodes:
         return self.op("Shape", value, start=start, end=end)
 
     def reshape(self, value: ir.Value, *shape: int | ir.Value) -> ir.Value:
-        """Another shape from ints (0 keeps, -1 infers) and 1-D values."""
+        """Another shape from ints (0 keeps, -1 infers) and 1-D values.
+
+        Sizes that come from a subtraction go to :meth:`reshape_to` instead: a builder cannot know
+        that they are not 0, which would keep a size here.
+        """
         if all(isinstance(part, int) for part in shape):
             return self.op("Reshape", value, self.const(list(shape)))
         parts = [part if isinstance(part, ir.Value) else self.const([part]) for part in shape]
         return self.op("Reshape", value, self.op("Concat", *parts, axis=0))
+
+    def reshape_to(self, value: ir.Value, shape: ir.Value) -> ir.Value:
+        """The given shape, in which 0 keeps nothing; no size is 0, and -1 infers."""
+        return self.op("Reshape", value, shape, allowzero=1)
 
 
 class _Body(_Nodes):
@@ -324,6 +332,7 @@ class _Cut:
         if not one_group:
             self._groups = body.dims(body.inputs["b"], 2, 3)
             self._heads = body.dims(body.inputs["a"], 0, 1)
+            self._per_group = body.op("Div", self._heads, self._groups)
         self._missing: ir.Value | None = None
 
     def _whole_chunks(self, value: ir.Value, rank: int) -> ir.Value:
@@ -380,14 +389,17 @@ class _Cut:
         if self.one_group:
             return value
         rest = self.body.op("Shape", value, start=2)
-        return self.body.reshape(value, 0, self._groups, -1, rest)
+        rows = self.body.const([-1])
+        shape = self.body.op("Concat", rows, self._groups, self._per_group, rest, axis=0)
+        return self.body.reshape_to(value, shape)
 
     def by_head(self, value: ir.Value) -> ir.Value:
         """[B', G, H/G, ...] -> [B', H, ...]."""
         if self.one_group:
             return value
         rest = self.body.op("Shape", value, start=3)
-        return self.body.reshape(value, 0, self._heads, rest)
+        shape = self.body.op("Concat", self.body.const([-1]), self._heads, rest, axis=0)
+        return self.body.reshape_to(value, shape)
 
     def spread(self, value: ir.Value) -> ir.Value:
         """[B', G, ...] -> [B', G, 1, ...]: one for all heads of a group."""
@@ -539,8 +551,9 @@ def _between(
         queries = body.slice(queries, 2, begin, _OPEN_END)
         left = body.slice(body.slice(decay, 2, begin, -1), 3, 1, past_end)
     added = body.op("MatMul", cut.spread(keys), cut.by_group(values))  # [B', G, H/G, K-1, N, P]
-    states = body.reshape(added, 0, body.dims(left, 1, 3), -1)  # [B', H, K-1, N * P]
-    entering = body.op("Reshape", body.op("MatMul", left, states), body.op("Shape", added))
+    rows = body.op("Concat", body.dims(left, 0, 3), body.const([-1]), axis=0)
+    states = body.reshape_to(added, rows)  # [B', H, K-1, N * P]
+    entering = body.reshape_to(body.op("MatMul", left, states), body.op("Shape", added))
     read = cut.by_head(body.op("MatMul", cut.spread(queries), entering))
     before, after = [0, 0], [0] * 7
     if reverse:

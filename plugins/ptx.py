@@ -21,7 +21,7 @@ TARGET = "sm_80"
 """The oldest GPU the texts are made for; a driver compiles them for it and everything newer."""
 
 ISA = "8.0"
-"""PTX version of the texts: CUDA 12 and 13 drivers (and 11.8's) read it."""
+"""PTX version of the texts: every driver of CUDA 12.0 or newer reads it."""
 
 SHARED_LIMIT = 48 * 1024
 """Bytes of shared memory a thread block gets without asking for more, which a plugin cannot."""

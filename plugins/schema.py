@@ -103,7 +103,7 @@ class Tile:
         constants: Compile-time constants of the kernel by name.
         warps: Warps of 32 threads per thread block.
         longest_block: Largest L it takes as one chunk; None if it loops over chunks.
-        widest_state: Largest N it takes; None where the operator has no N.
+        widest_state: Largest N it takes; None if it takes any, or the operator has no N.
     """
 
     label: str
@@ -233,8 +233,12 @@ class KernelSpec:
     def _check(self, sizes: Sizes) -> None:
         known = {key: value for key, value in sizes.items() if isinstance(value, int)}
         for key, value in known.items():
-            if value < 1:
-                raise SpecError(f"{self.name}: {key} is {value}; no tensor may be empty")
+            least = 2 if key == "K" and not self.reverse else 1  # a window holds K-1 columns
+            if value < least:
+                raise SpecError(
+                    f"{self.name}: {key} is {value}; expected {least} or more, since no tensor may "
+                    "be empty"
+                )
         if {"H", "G"} <= set(known) and known["H"] % known["G"]:
             raise SpecError(
                 f"{self.name}: {known['H']} heads do not divide into {known['G']} groups"
@@ -444,34 +448,49 @@ def _conv_tiles() -> tuple[Tile, ...]:
     )
 
 
-def _ssd_tiles(forms: Sequence[tuple[int, int | None]]) -> tuple[Tile, ...]:
-    """For each padded state width, chunks of some tokens (one chunk per block, or a loop)."""
-    return tuple(
+def _ssd_tiles(one_chunk: bool) -> tuple[Tile, ...]:
+    """Forms of one chunk, which take any N, if wanted; then loops over chunks by state width.
+
+    Up to 32 tokens there are two: 16 channels fill a card at one row, 32 read B and C less often.
+    A chunk of 64 would hold one of 16 to two thread blocks a processor; 256 states leave registers
+    for 8 channels.
+    """
+    tiles = [
         Tile(
-            f"n{width}l{size}{'s' if longest else 'm'}p{part}w{warps}",
-            _frozen(BLOCK_N=width, BLOCK_T=size, BLOCK_P=part),
+            f"l{size}sp{part}w4",
+            _frozen(BLOCK_N=32, BLOCK_S=32, BLOCK_T=size, BLOCK_P=part, STAGES=stages),
+            4,
+            size,
+        )
+        for size, part, stages in ((32, 16, 4), (32, 32, 4), (64, 32, 3))
+        if one_chunk
+    ]
+    tiles += [
+        Tile(
+            f"n{width}l32mp{part}w{warps}",
+            _frozen(BLOCK_N=width, BLOCK_S=rows, BLOCK_T=32, BLOCK_P=part, STAGES=1),
             warps,
-            longest,
+            None,
             width,
         )
-        for width in (64, 128, 256)
-        for size, longest in forms
-        for part, warps in ((16, 4),)
-    )
+        for width, rows, part, warps in ((64, 64, 16, 4), (128, 128, 16, 4), (256, 64, 8, 8))
+    ]
+    return tuple(tiles)
 
 
 def _scan_tiles() -> tuple[Tile, ...]:
+    """One warp keeps the sum over N off shared memory; BLOCK_T tokens are loaded ahead."""
     return tuple(
-        Tile(f"n{width}e{part}w{warps}", _frozen(BLOCK_N=width, BLOCK_E=part), warps, None, width)
-        for width in (16, 32, 64)
-        for part, warps in ((32, 1), (64, 4))
+        Tile(
+            f"n{width}e16w{warps}",
+            _frozen(BLOCK_N=width, BLOCK_T=4, BLOCK_E=16),
+            warps,
+            None,
+            width,
+        )
+        for width, warps in ((16, 1), (32, 1), (64, 2))
     )
 
-
-_ONE_CHUNK = ((32, 32), (64, 64), (64, None))
-"""Chunk sizes of forms over one block: all of it at once up to 64 tokens, else a loop."""
-
-_LOOP = ((32, None), (64, None))
 
 OPS: dict[str, KernelSpec] = {
     op.name: op
@@ -521,7 +540,7 @@ OPS: dict[str, KernelSpec] = {
             (*_SSD, _SSD_STATE),
             (_SSD_Y,),
             _SSD_ARGUMENTS,
-            _ssd_tiles(_ONE_CHUNK),
+            _ssd_tiles(True),
             SSD_MULTIPLES,
             False,
             True,
@@ -534,7 +553,7 @@ OPS: dict[str, KernelSpec] = {
             (*_SSD, _SSD_STATE),
             (_SSD_Y, _NEW_SSD),
             _SSD_ARGUMENTS,
-            _ssd_tiles(_LOOP),
+            _ssd_tiles(False),
             SSD_MULTIPLES,
             False,
             False,
@@ -547,7 +566,7 @@ OPS: dict[str, KernelSpec] = {
             _SSD,
             (_SSD_Y,),
             (*_SSD_ARGUMENTS, "L"),
-            _ssd_tiles(_ONE_CHUNK),
+            _ssd_tiles(True),
             SSD_MULTIPLES,
             True,
             False,

@@ -605,7 +605,7 @@ def _bind(library: Any) -> dict[str, Any]:
             function = getattr(library, name)
         except AttributeError:
             raise BackendError(
-                f"the CUDA driver has no {name}; install a driver of CUDA 11.8 or newer"
+                f"the CUDA driver has no {name}; install a driver of CUDA 12.0 or newer"
             ) from None
         function.argtypes = types
         function.restype = ctypes.c_int

@@ -236,7 +236,7 @@ class KernelSpec:
             least = 2 if key == "K" and not self.reverse else 1  # a window holds K-1 columns
             if value < least:
                 raise SpecError(
-                    f"{self.name}: {key} is {value}; expected {least} or more, since no tensor may "
+                    f"{self.name}: {key} is {value}; expected {least} or more: no tensor may "
                     "be empty"
                 )
         if {"H", "G"} <= set(known) and known["H"] % known["G"]:

@@ -18,6 +18,7 @@ from card_errors import family, paper
 
 from fixedstate.plugins.schema import OPS, KernelSpec
 
+DEVICE = "cuda"
 LAUNCHES = 20
 
 CLOSE = 2e-2
@@ -30,7 +31,7 @@ def _tensors(spec: KernelSpec, rows: int, length: int) -> tuple[dict[str, Any], 
     """Inputs as torch tensors on the card, and as numbers."""
     stored = values(spec, "float16", paper(spec, length, rows), 3)
     numbers = {name: decode(array, str(array.dtype)) for name, array in stored.items()}
-    return {name: torch.from_numpy(array).cuda() for name, array in stored.items()}, numbers
+    return {name: torch.from_numpy(array).to(DEVICE) for name, array in stored.items()}, numbers
 
 
 def _eager(spec: KernelSpec, t: dict[str, Any], length: int) -> Call:

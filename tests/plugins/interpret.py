@@ -103,7 +103,7 @@ SCAN = (
 
 
 def shapes(spec: KernelSpec) -> Iterator[tuple[dict[str, int], int]]:
-    """Sizes and block lengths; several blocks where the operator takes them, not in long ones."""
+    """Sizes and block lengths; several blocks where the operator takes them, not of long ones."""
     if "C" in spec.multiples:
         rows = [dict(zip("LCKB", row, strict=True)) for row in CONV]
     elif "E" in spec.multiples:
@@ -112,29 +112,32 @@ def shapes(spec: KernelSpec) -> Iterator[tuple[dict[str, int], int]]:
         rows = [dict(zip("LHPGNWB", row, strict=True)) for row in SSD]
     for place, row in enumerate(rows):
         length = row["L"]
-        blocks = 1 if spec.single_block or length > 65 else place % 3 + 1
+        blocks = 1 if spec.single_block or length > 33 else place % 3 + 1
         sizes = {**row, "T": length * blocks}
         if "W" in row:
             sizes["W"] = row["P"] if row["W"] else 1
-        # a whole sequence as one block: the forms that loop, down to one token
         yield sizes, length
-        if blocks == 1 and place % 4 == 0:
+        # a whole sequence as one block: for Mamba-2 the forms that loop, even over one token
+        if blocks == 1 and ("W" in row or place == 5) and place % 2:
             yield sizes, 0
 
 
 def cases(spec: KernelSpec) -> Iterator[Case]:
-    """Every shape with every tile that a builder may choose for it."""
+    """Every shape with every tile that a builder may choose for it; half of them in 16 bits."""
     for io in IO:
         for place, (sizes, block_len) in enumerate(shapes(spec)):
+            half = io != "float32"
+            if half and ((place + IO.index(io)) % 2 or sizes["T"] > 65):
+                continue
             for tile in spec.tiles_for(sizes, block_len):
                 flags = {}
                 if "BLOCK_P" in tile.constants:
                     flags = {
                         "ONE_CHUNK": tile.longest_block is not None,
-                        "SPLIT": (place + len(io)) % 3 != 0,
-                        "UPCAST": io == "bfloat16" or place % 2 == 0,
+                        "SPLIT": place % 3 != 0,
+                        "UPCAST": io == "bfloat16" or place % 4 == 0,
                     }
-                kind = KINDS[(place + IO.index(io)) % len(KINDS)]
+                kind = KINDS[(place + place // 4 + IO.index(io)) % len(KINDS)]
                 yield Case(spec.name, io, tile.label, sizes, block_len, kind, flags)
 
 

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import pytest
-import tensorrt_rtx_bindings as rtx
 from cuda_stand_in import StandIn
 
 from fixedstate.bundle import Graph
@@ -27,6 +26,9 @@ from fixedstate.ports import Port
 sys.path.append(str(Path(__file__).resolve().parents[1] / "gpu"))
 
 import engine
+
+rtx = pytest.importorskip("tensorrt_rtx_bindings", reason="needs TensorRT-RTX")
+pytestmark = pytest.mark.trt
 
 GRAPH = Graph(
     "commit",

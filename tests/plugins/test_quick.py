@@ -240,7 +240,7 @@ def test_what_cannot_be_built_says_so(facts: dict[str, Any], label: str) -> None
 def test_every_refusal_is_judged_and_collected(facts: dict[str, Any]) -> None:
     """TensorRT shows an error's text on stderr only; a caller reads it from the list."""
     assert set(facts["refusals"]) == set(REFUSALS)
-    texts = [text.split(": ", 1)[1] for text in facts["refusals"].values()]
+    texts = [text.partition(": ")[2] for text in facts["refusals"].values()]
     assert facts["collected"] == texts
 
 

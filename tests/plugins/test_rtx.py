@@ -35,7 +35,7 @@ from fixedstate.state import Precision
 
 sys.path.append(str(Path(__file__).resolve().parent))
 
-from cuda_stand_in import StandIn, from_bits, to_bits  # noqa: E402
+from cuda_stand_in import StandIn, from_bits, to_bits
 
 pytestmark = pytest.mark.trt
 

@@ -32,6 +32,7 @@ from fixedstate.export.stored import as_stored
 from fixedstate.ports import Array, Port
 from fixedstate.runtime import laws
 from fixedstate.runtime.compare import (
+    NOT_FINITE,
     Comparison,
     PortDifference,
     Tolerance,
@@ -234,6 +235,13 @@ def require(report: Mapping[str, Any]) -> None:
     worst, limit = report["worst"], report["tolerance"]
     failed = sum(not trial["passed"] for trial in report["trials"])
     what = worst.get("problem") or f"differs by {worst['max_abs']:.3g}"
+    if limit["precision"] == "fp16" and worst.get("problem") == NOT_FINITE:
+        raise ParityError(
+            f"the fp16 graphs give NaN or infinity in {failed} of {len(report['trials'])} trials "
+            f"(first at {worst['trial']}, port {worst['name']}) where PyTorch in float32 does "
+            "not: values of this model leave the range of float16 (65504); no bundle was written, "
+            "export it in fp32"
+        )
     raise ParityError(
         f"the exported graphs differ from PyTorch in {failed} of {len(report['trials'])} trials, "
         f"worst at {worst['trial']}, port {worst['name']}: {what} (allowed at "

@@ -12,17 +12,21 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import onnx_ir as ir
-import torch
 
 from fixedstate.bundle import WEIGHTS, umask
 from fixedstate.errors import ExportError
 from fixedstate.export.passes import COLUMNS, is_weight
-from fixedstate.export.stored import WeightSource
+
+if TYPE_CHECKING:  # engines are built, and weights laid out, where there is no PyTorch
+    import torch
+
+    from fixedstate.export.stored import WeightSource
 
 _SPELLED = {
     ir.DataType.FLOAT: "F32",
@@ -105,7 +109,7 @@ def write_weights(
         OSError: where the file cannot be written.
     """
     weights = _weights(models)
-    header, places = _layout(weights)
+    header, places = layout((weight.name, weight.dtype, weight.shape) for weight in weights)
     digest = hashlib.sha256(header)
     total = sum(place.length for place in places.values())
     done = told = 0
@@ -154,25 +158,33 @@ def _shape(held: ir.TensorProtocol) -> tuple[int, ...]:
     return tuple(int(str(size)) for size in held.shape)
 
 
-def _layout(weights: list[_Weight]) -> tuple[bytes, dict[str, Place]]:
-    """The file's header, and where each weight is to stand."""
+def layout(
+    weights: Iterable[tuple[str, ir.DataType, tuple[int, ...]]],
+) -> tuple[bytes, dict[str, Place]]:
+    """The header of a weights file, and where each weight is to stand.
+
+    Args:
+        weights: Name, dtype and shape of each, in order; wide elements first, so that each lies on
+            its own size.
+    """
     entries = {}
-    ends = [0]
-    for weight in weights:
-        ends.append(ends[-1] + weight.length)
-        entries[weight.name] = {
-            "dtype": _SPELLED[weight.dtype],
-            "shape": list(weight.shape),
-            "data_offsets": ends[-2:],
+    places: dict[str, Place] = {}
+    end = 0
+    for name, dtype, shape in weights:
+        length = math.prod(shape) * int(dtype.itemsize)
+        entries[name] = {
+            "dtype": _SPELLED[dtype],
+            "shape": list(shape),
+            "data_offsets": [end, end + length],
         }
+        places[name] = Place(end, length, dtype, shape)
+        end += length
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     header = len(text).to_bytes(8, "little") + text
-    places = {
-        weight.name: Place(len(header) + first, weight.length, weight.dtype, weight.shape)
-        for weight, first in zip(weights, ends, strict=False)
+    return header, {
+        name: replace(place, offset=len(header) + place.offset) for name, place in places.items()
     }
-    return header, places
 
 
 def _content(weight: _Weight, tensor: torch.Tensor) -> memoryview:
@@ -181,6 +193,8 @@ def _content(weight: _Weight, tensor: torch.Tensor) -> memoryview:
     Raises:
         ExportError: where the tensor is not what the graphs expect, or not finite.
     """
+    import torch
+
     if weight.columns is not None:
         tensor = tensor[:, weight.columns[0] : weight.columns[1]]
     array = tensor.detach().contiguous()
@@ -193,6 +207,8 @@ def _content(weight: _Weight, tensor: torch.Tensor) -> memoryview:
 
 
 def _dtype(tensor: torch.Tensor) -> ir.DataType:
+    import torch
+
     if tensor.dtype == torch.bfloat16:
         return ir.DataType.BFLOAT16
     return ir.DataType.from_numpy(tensor.new_empty(0).numpy().dtype)

@@ -16,7 +16,11 @@ import onnx_ir as ir
 from fixedstate.plugins.schema import ATTRIBUTES, CHUNK, DOMAIN, OPS, OPSET
 
 _OPEN_END = np.iinfo(np.int32).max
-_IO = {"float32": ir.DataType.FLOAT, "float16": ir.DataType.FLOAT16}
+_IO = {
+    "float32": ir.DataType.FLOAT,
+    "float16": ir.DataType.FLOAT16,
+    "bfloat16": ir.DataType.BFLOAT16,
+}
 
 
 class _Nodes:
@@ -135,7 +139,7 @@ def function_body(
     Args:
         name: A key of :data:`fixedstate.plugins.schema.OPS`.
         block_len: L of the model, in tokens; 0 where the whole sequence is one block.
-        io: ``float32`` or ``float16``, the dtype of activations.
+        io: ``float32``, ``float16`` or ``bfloat16``, the dtype of activations.
         taps: The different K of the model's convolutions.
         wide_skip: Whether any layer's D has one weight per channel, [H, P], rather than per head.
         one_group: Whether every layer's B and C are shared by all of its heads.

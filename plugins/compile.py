@@ -39,8 +39,9 @@ SMS = (80, 87, 89, 90, 100, 110, 120)
 """Generations each text is assembled for: A100, Orin, Ada, Hopper, Blackwell, Thor, RTX 50."""
 
 REGISTER_CAP = 254
-"""Most registers of a thread, written into the text: one below what a GPU has for it, so that a
-count of 255 always means a text of another make."""
+"""Most registers of a thread in the largest forms, written into their texts: one below what a GPU
+has, so that 255 always means a text of another make. Others get what the assembler finds best.
+"""
 
 FOLDER = Path(__file__).resolve().parent / "ptx"
 """Where the texts lie in a source tree."""
@@ -91,6 +92,11 @@ def constants(spec: KernelSpec, tile: Tile) -> dict[str, int | bool]:
     if "BLOCK_P" in values:
         values |= {"ONE_CHUNK": tile.longest_block is not None, "SPLIT": True, "UPCAST": False}
     return values
+
+
+def _cap(tile: Tile) -> int | None:
+    large = "BLOCK_P" in tile.constants and (tile.longest_block or 64) > 32
+    return REGISTER_CAP if large else None
 
 
 def _triton() -> Any:
@@ -158,7 +164,7 @@ def build(spec: KernelSpec, tile: Tile, io: str) -> Text:
             options={
                 "num_warps": tile.warps,
                 "num_stages": 1,  # a loop that is to be pipelined says so itself
-                "maxnreg": REGISTER_CAP,
+                "maxnreg": _cap(tile),
                 "ptx_version": int(ISA.replace(".", "")),
             },
         )
@@ -171,7 +177,7 @@ def build(spec: KernelSpec, tile: Tile, io: str) -> Text:
     if data.num_ctas != 1 or data.launch_cooperative_grid or data.launch_pdl:
         raise BackendError(f"{name}: a plugin launches plain thread blocks, no clusters")
     text = clean(compiled.asm["ptx"], spec.torch_name, parameters, name)
-    examine(text, spec.torch_name, parameters, tile.threads, int(data.shared), name)
+    examine(text, spec.torch_name, parameters, tile, int(data.shared), name)
     return Text(name, spec.torch_name, tile.threads, int(data.shared), text, seconds)
 
 
@@ -202,7 +208,7 @@ def clean(text: str, entry: str, parameters: Sequence[str], name: str) -> str:
 
 
 def examine(
-    text: str, entry: str, parameters: Sequence[str], threads: int, shared: int, name: str
+    text: str, entry: str, parameters: Sequence[str], tile: Tile, shared: int, name: str
 ) -> None:
     """Refuses a text that a plugin could not launch, or that says where it was made.
 
@@ -215,13 +221,10 @@ def examine(
         wrong.append(f"parameters are {given}, expected {wanted}")
     if (entries := re.findall(r"\.entry (\w+)", text)) != [entry]:
         wrong.append(f"entries are {entries}, expected {entry}")
-    for directive, value in (
-        ("version", ISA),
-        ("target", TARGET),
-        ("reqntid", str(threads)),
-        ("maxnreg", str(REGISTER_CAP)),
-    ):
-        if (said := re.findall(rf"^\.{directive} (.*)$", text, re.M)) != [value]:
+    directives = {"version": ISA, "target": TARGET, "reqntid": tile.threads, "maxnreg": _cap(tile)}
+    for directive, value in directives.items():
+        said = re.findall(rf"^\.{directive} (.*)$", text, re.M)
+        if said != ([] if value is None else [str(value)]):
             wrong.append(f".{directive} is {', '.join(said) or 'missing'}, expected {value}")
     if shared > SHARED_LIMIT:
         wrong.append(f"{shared} bytes of shared memory, at most {SHARED_LIMIT} can be had")
@@ -352,10 +355,6 @@ def differences(texts: Sequence[Text], folder: Path, whole: bool) -> list[str]:
     return found
 
 
-def _build(job: tuple[KernelSpec, Tile, str]) -> Text:
-    return build(*job)
-
-
 def _place(job: tuple[KernelSpec, Tile, str]) -> tuple[str, int, str]:
     spec, tile, io = job
     return spec.name, spec.tiles.index(tile), io
@@ -382,7 +381,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _run(options)
     except BackendError as error:
-        print(error, file=sys.stderr)
+        sys.stderr.write(f"{error}\n")
         return 1
 
 
@@ -400,15 +399,16 @@ def _run(options: argparse.Namespace) -> int:
 
     if options.check:
         found = differences(texts, options.out, whole=not options.only)
-        print(*(found or [f"{len(texts)} texts are what this source compiles to"]), sep="\n")
+        same = [f"{len(texts)} texts are what this source compiles to"]
+        sys.stdout.write("\n".join(found or same) + "\n")
         return 1 if found else 0
 
     pairs = [(text, sm) for text in texts for sm in SMS]
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as threads:
         done = list(threads.map(lambda pair: assemble(*pair), pairs))
     rows = [(text, done[k * len(SMS) :][: len(SMS)]) for k, text in enumerate(texts)]
-    print(table(rows))
-    print(f"\n{len(texts)} texts, {sum(len(text.ptx) for text in texts):,} bytes")
+    size = sum(len(text.ptx) for text in texts)
+    sys.stdout.write(f"{table(rows)}\n\n{len(texts)} texts, {size:,} bytes\n")
     if options.json:
         report = [
             {"name": text.name, "bytes": len(text.ptx), "seconds": round(text.seconds, 2)}
@@ -417,7 +417,9 @@ def _run(options: argparse.Namespace) -> int:
             for text, found in rows
         ]
         options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    spilling = [f"{text.name} on sm_{one.sm}" for text, found in rows for one in found if one.spills]
+    spilling = [
+        f"{text.name} on sm_{one.sm}" for text, found in rows for one in found if one.spills
+    ]
     if spilling:
         raise BackendError(f"registers spill: {', '.join(spilling)}")
     if not options.table:

@@ -2,7 +2,8 @@
 
 An entry kernel bears the operator's ``torch_name``. Its parameters are the pointers of all inputs,
 the int32 arguments and the pointers of all outputs as :mod:`fixedstate.plugins.schema` lists them,
-then what is fixed in a text: the sizes of a tile, and
+then what is fixed in a text: the sizes of a tile (BLOCK_..., and STAGES, slices of a pipelined loop
+that are on their way or in use), and
 
 * ``ONE_CHUNK``: the tokens of a block fit one chunk, so that no state has to leave it;
 * ``SPLIT``: a float32 matrix enters a product in two tf32 halves (see :func:`_dot_left`);
@@ -21,6 +22,9 @@ The first token of a program is an int64 index into [B*T]; offsets inside a tile
 Sources: Mamba-2, arXiv 2405.21060, section 6 (matrix form in chunks); Mamba-1, arXiv 2312.00752,
 eq. 2 and 4.
 """
+
+# mypy: disable-error-code="assignment"
+# (tuples of tensors grow in unrolled loops, which Triton takes without an annotation only)
 
 from __future__ import annotations
 
@@ -67,18 +71,17 @@ def _conv(
     for k in range(K):
         shift = k - (K - 1)
         token = first + i + shift
-        fresh = (token >= 0) & (token < T)
-        old = token < 0
         value = tl.load(
             x_ptr + base + ((i + shift)[:, None] * C + channel[None, :]),
-            mask=fresh[:, None] & live[None, :],
+            mask=((token >= 0) & (token < T))[:, None] & live[None, :],
             other=0.0,
         ).to(tl.float32)
-        value += tl.load(
-            window_ptr + (channel[None, :] * (K - 1) + (token + (K - 1))[:, None]),
-            mask=old[:, None] & live[None, :],
-            other=0.0,
-        ).to(tl.float32)
+        if first + shift < 0:  # a branch: the window lies across, and costs the way it is read
+            value += tl.load(
+                window_ptr + (channel[None, :] * (K - 1) + (token + (K - 1))[:, None]),
+                mask=(token < 0)[:, None] & live[None, :],
+                other=0.0,
+            ).to(tl.float32)
         tap = tl.load(weight_ptr + channel * K + k, mask=live, other=0.0).to(tl.float32)
         y += tap[None, :] * value
     y = _silu(y + tl.load(bias_ptr + channel, mask=live, other=0.0).to(tl.float32)[None, :])

@@ -114,21 +114,23 @@ def creators(trt: Any, load: Load, refused: list[str]) -> list[Any]:
 
 
 def driver_load(device: int = 0) -> Load:
-    """Loads kernels by the CUDA driver, which is opened with the first of them.
+    """Loads kernels by the CUDA driver, each once; the driver is opened with the first of them.
 
     Args:
         device: The card that engines run on.
     """
     opened: list[Any] = []
+    kernels: dict[str, Function] = {}
 
     def load(text: Ptx) -> Function:
         from fixedstate.plugins.driver import Driver
 
         if not opened:
             opened.append(Driver(device))
-        opened[0].make_current()
-        function: Function = opened[0].load(text.text, text.entry)
-        return function
+        if text.sha256 not in kernels:
+            opened[0].make_current()
+            kernels[text.sha256] = opened[0].load(text.text, text.entry)
+        return kernels[text.sha256]
 
     return load
 
@@ -186,7 +188,6 @@ class _Plugin:
         trt = common.trt
         self._io = {trt.float16: "float16", trt.bfloat16: "bfloat16"}
         self._kinds = {"float32": trt.float32, "int64": trt.int64}
-        self._kernels: dict[str, Function] = {}
         self._prepared: dict[tuple[Any, ...], Prepared] = {}
 
     # --- core -----------------------------------------------------------------------------------
@@ -331,11 +332,10 @@ class _Plugin:
             sizes = self._spec.sizes(shapes, self._block_len)
             tile = self._spec.tiles_for(sizes, self._block_len)[0]
             text = self._spec.text(tile, io)
-            if text.sha256 not in self._kernels:
-                self._kernels[text.sha256] = self._common.load(text)
             launch = self._spec.launch(sizes, tile)
-            kernel = self._kernels[text.sha256]
-            self._prepared[io, shapes] = Prepared(kernel, text, launch.grid, launch.arguments)
+            self._prepared[io, shapes] = Prepared(
+                self._common.load(text), text, launch.grid, launch.arguments
+            )
         return self._prepared[io, shapes]
 
     def _reasons(self, shapes: Sequence[Sequence[Any]], io: str) -> str:

@@ -449,11 +449,11 @@ def _conv_tiles() -> tuple[Tile, ...]:
 
 
 def _ssd_tiles(one_chunk: bool) -> tuple[Tile, ...]:
-    """Forms of one chunk, which take any N, if wanted; then loops over chunks by state width.
+    """Forms of one chunk if wanted, which take any N; then loops over chunks by state width.
 
-    Up to 32 tokens there are two: 16 channels fill a card at one row, 32 read B and C less often.
-    A chunk of 64 would hold one of 16 to two thread blocks a processor; 256 states leave registers
-    for 8 channels.
+    For up to 32 tokens there are two: 16 channels make enough thread blocks to fill a card with one
+    row, 32 channels read B and C half as often. Registers decide the rest: a chunk of 64 tokens
+    takes 200 of them with 16 channels as with 32, and 256 states leave them for 8.
     """
     tiles = [
         Tile(
@@ -479,7 +479,7 @@ def _ssd_tiles(one_chunk: bool) -> tuple[Tile, ...]:
 
 
 def _scan_tiles() -> tuple[Tile, ...]:
-    """One warp keeps the sum over N off shared memory; BLOCK_T tokens are loaded ahead."""
+    """Few channels and warps: the sum over N stays in a warp. BLOCK_T tokens are loaded ahead."""
     return tuple(
         Tile(
             f"n{width}e16w{warps}",

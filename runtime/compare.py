@@ -11,6 +11,9 @@ import numpy as np
 from fixedstate.errors import ParityError
 from fixedstate.ports import Array, Port, numpy_dtype
 
+NOT_FINITE = "the candidate holds NaN or infinity"
+"""Problem of a port whose compared values are not numbers."""
+
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
@@ -247,7 +250,7 @@ def _problem(reference: Array | None, candidate: Array | None) -> str:
     if not np.isfinite(reference).all():
         return "the reference itself is invalid: it holds NaN or infinity"
     if not np.isfinite(candidate).all():
-        return "the candidate holds NaN or infinity"
+        return NOT_FINITE
     return ""
 
 

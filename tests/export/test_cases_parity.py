@@ -21,7 +21,7 @@ from fixedstate.export.denoiser import Denoiser
 from fixedstate.export.stored import as_stored
 from fixedstate.ports import Array
 from fixedstate.runtime import Request, Settings, load, ort
-from fixedstate.runtime.compare import Tolerance, compare
+from fixedstate.runtime.compare import NOT_FINITE, Tolerance, compare
 from fixedstate.runtime.decoder import open_engine
 from fixedstate.state import Precision, StateSpec, graph_ports
 
@@ -276,3 +276,19 @@ def test_ports_of_every_exported_precision(bundle_path):
     assert state == bundle.state
     for role, graph in bundle.graphs.items():
         assert (graph.inputs, graph.outputs) == graph_ports(bundle.spec, state, role)
+
+
+def test_a_model_beyond_the_range_of_float16_is_told_so():
+    """Its logits are NaN in float16 only: another precision helps, a report does not."""
+    worst = {"trial": "trajectory block 0 denoise", "name": "logits", "problem": NOT_FINITE}
+    report = {
+        "passed": False,
+        "worst": worst,
+        "tolerance": {"precision": "fp16", "absolute": None, "relative": 2e-2},
+        "trials": [{"passed": False}, {"passed": True}],
+    }
+    with pytest.raises(ParityError, match=r"in 1 of 2 trials .* float16 \(65504\)"):
+        parity.require(report)
+    report["tolerance"] = {"precision": "fp32", "absolute": 1e-4, "relative": 1e-2}
+    with pytest.raises(ParityError, match="please report this model"):
+        parity.require(report)

@@ -299,11 +299,14 @@ def default_root() -> Path:
     Raises:
         UsageError: where the user has no home folder.
     """
-    root = Path(platformdirs.user_cache_dir("fixedstate", appauthor=False)) / "engines"
+    try:
+        root = Path(platformdirs.user_cache_dir("fixedstate", appauthor=False)) / "engines"
+    except RuntimeError:  # newer versions of that package
+        root = Path("~")
     if not root.is_absolute():
         raise UsageError(
-            f"there is no home folder for the engine cache ({root} is no absolute path): give the "
-            "engine a folder of its own with -o, or set HOME or XDG_CACHE_HOME"
+            "there is no home folder for the engine cache: give the engine a folder of its own "
+            "with -o, or set HOME or XDG_CACHE_HOME to an absolute path"
         )
     return root
 

@@ -135,9 +135,15 @@ def plans_of(bundle: Bundle, identity: Identity, **aliases: Mapping[str, str]) -
 
 
 def fill_engine(
-    folder: Path, bundle: Bundle, identity: Identity, *, check: Mapping = CHECK, **aliases
+    folder: Path,
+    bundle: Bundle,
+    identity: Identity,
+    *,
+    check: Mapping = CHECK,
+    filler: int = 0,
+    **aliases,
 ) -> EngineFolder:
-    """Put stand-in plans and a manifest into an empty folder."""
+    """Put stand-in plans, of so many bytes more, and a manifest into an empty folder."""
     libraries = []
     for plugin in identity.plugins:
         if plugin.library:
@@ -146,7 +152,7 @@ def fill_engine(
     plans = plans_of(bundle, identity, **aliases)
     for plan in plans:
         content = f"stand-in plan of {plan.role} for {identity.key}".encode()
-        (folder / plan.file).write_bytes(content)
+        (folder / plan.file).write_bytes(content + bytes(filler))
     precision = precision_of(identity.precision)
     return write_engine(
         folder, bundle, identity, precision, plans, check=check, libraries=libraries

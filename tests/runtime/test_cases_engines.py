@@ -180,7 +180,7 @@ def test_TR_01_flags_that_a_product_does_not_have(bundle, product, flags, words)
     ],
 )
 def test_TR_02_another_version(trt, built, here, exact, compatible):
-    """Exactly the same, or a newer one where the flag says so and NVIDIA's matrix names the pair."""
+    """The same, or a newer one where the flag says so and NVIDIA's matrix names the pair."""
     for flag, runs in ((False, exact), (True, compatible)):
         identity = replace(trt, version=built, flags={HARDWARE: "same", VERSION_COMPATIBLE: flag})
         there = replace(TRT, version=here)

@@ -104,7 +104,8 @@ class EngineCache:
         """An engine that no other process removes inside the block, built where there is none.
 
         A damaged entry is built anew. Leave the block as soon as the plans are loaded: other
-        processes that want the same engine wait for its end.
+        processes that want the same engine wait for its end. One thread cannot hold an engine
+        twice.
 
         Args:
             identity: Of the engine.

@@ -41,9 +41,13 @@ if TYPE_CHECKING:
 LARGEST = 2**31 - 1
 """Largest size of an axis, and most elements of one tensor: TensorRT counts them in int32."""
 
-_RANGE = re.compile(r"^([0-9]{1,20})(?::([0-9]{1,20}):([0-9]{1,20}))?$", re.ASCII)
+_RANGE = re.compile(r"([0-9]{1,20})(?::([0-9]{1,20}):([0-9]{1,20}))?", re.ASCII)
 _OPTIONS = {"B": "--batch", "n": "--blocks", "m": "--blocks", "C": "--capacity", "T": "--capacity"}
-_FLOAT32_WEIGHTS = (".A", ".D", ".A_log", ".dt_bias")  # of a scan, whatever the io dtype
+
+ISLANDS = ("norm.weight", "norm.bias", "dt_bias", "dt_proj.bias", "A", "A_log", "D", "_gate")
+"""How the names of weights end that stay float32 whatever the io dtype (as the exporter's rule in
+:mod:`fixedstate.export.stored`, which needs PyTorch)."""
+
 
 _NARROW = {"float8e4m3fn": 8, "float8e5m2": 8, "int4": 4, "uint4": 4, "float4e2m1": 4}  # bits
 
@@ -91,7 +95,7 @@ class Range:
         Raises:
             UsageError: quoting what was given.
         """
-        match = _RANGE.match(text)
+        match = _RANGE.fullmatch(text)
         if match is None:
             raise UsageError(
                 f"{what} {text!r} is neither least:usual:most, such as 1:1:8, nor one whole number "
@@ -695,10 +699,10 @@ def _verdict(request: BuildRequest) -> Verdict | None:
 
 
 def _weight_bytes(weight: Weight, request: BuildRequest) -> int:
-    """At the engine's precision: matrices follow the io dtype, norms and decays do not."""
+    """At the engine's precision, which islands do not follow."""
     dtype = weight.dtype
-    island = len(weight.shape) < 2 or weight.name.endswith(_FLOAT32_WEIGHTS)
-    if dtype == "float32" and not island and weight.layer not in request.fp32_layers:
+    island = weight.name.endswith(ISLANDS) or weight.layer in request.fp32_layers
+    if dtype == "float32" and not island:
         dtype = request.io
     bits = _NARROW.get(dtype) or 8 * DTYPES.get(dtype, 8)
     return ceil(prod(weight.shape) * bits / 8)

@@ -68,12 +68,12 @@ _PRECISION_FLAGS = (
     "PREFER_PRECISION_CONSTRAINTS",
 )
 _TIMING_FLAGS = ("DISABLE_TIMING_CACHE", "EDITABLE_TIMING_CACHE", "ERROR_ON_TIMING_CACHE_MISS")
-_FORM = re.compile(r"^[1-9][0-9]?\.[0-9]$", re.ASCII)
+_FORM = re.compile(r"[1-9][0-9]?\.[0-9]", re.ASCII)
 
 
 def well_formed(capability: str) -> bool:
     """Whether a text could be a compute capability, such as ``12.0``."""
-    return _FORM.match(capability) is not None
+    return _FORM.fullmatch(capability) is not None
 
 
 def version_key(capability: str) -> tuple[int, int]:

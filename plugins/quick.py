@@ -24,7 +24,7 @@ from types import GenericAlias
 from typing import Any
 
 from fixedstate.errors import BackendError, FixedStateError, SpecError
-from fixedstate.plugins.schema import DOMAIN, KERNEL_IO, OPS, KernelSpec, Tile
+from fixedstate.plugins.schema import DOMAIN, KERNEL_IO, OPS, KernelSpec, Tile, Unknown
 
 ATTRIBUTE = "block_len"
 """The one attribute that reaches a plugin; the parser keeps namespace and version to itself."""
@@ -43,15 +43,6 @@ _TYPE_NAMES = {
 """Per dtype: its name in ``tensorrt.DataType``, and in an autotune combination."""
 
 _Function = Callable[..., Any]
-
-
-class _Unknown:
-    """A size known at run time only; nothing is known of what is computed from it either."""
-
-    def __add__(self, other: object) -> _Unknown:
-        return self
-
-    __sub__ = __mul__ = __floordiv__ = __add__
 
 
 def register(trt: Any, trtp: Any, refused: list[str] | None = None) -> list[str]:
@@ -226,7 +217,7 @@ def _size(expression: Any) -> Any:
 
 def _known(size: int) -> Any:
     """The size, or an unknown one for TensorRT's -1."""
-    return int(size) if size >= 0 else _Unknown()
+    return int(size) if size >= 0 else Unknown()
 
 
 def _io(spec: KernelSpec, dtypes: dict[Any, str], descs: Sequence[Any]) -> str:

@@ -18,7 +18,7 @@ import numpy as np
 
 from fixedstate.errors import BackendError, FixedStateError
 from fixedstate.plugins.ptx import Ptx
-from fixedstate.plugins.schema import DOMAIN, KERNEL_IO, OPS, VERSION, KernelSpec, OpPort
+from fixedstate.plugins.schema import DOMAIN, KERNEL_IO, OPS, VERSION, KernelSpec, OpPort, Unknown
 
 BLOCK_LEN = "block_len"
 """The only attribute that is a field of a plugin; the others say where it is registered."""
@@ -61,25 +61,6 @@ class Prepared:
     text: Ptx
     grid: tuple[int, int, int]
     arguments: tuple[int, ...]
-
-
-class Unknown:
-    """A size that is not known yet, or differs between runs; so is all that is made of it."""
-
-    def __add__(self, other: object) -> Unknown:
-        return self
-
-    def __sub__(self, other: object) -> Unknown:
-        return self
-
-    def __mul__(self, other: object) -> Unknown:
-        return self
-
-    def __rmul__(self, other: object) -> Unknown:
-        return self
-
-    def __floordiv__(self, other: object) -> Unknown:
-        return self
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,6 +61,15 @@ class Size(Protocol):
     def __floordiv__(self, other: Any, /) -> Any: ...
 
 
+class Unknown:
+    """A size known at run time only, of which a formula makes another unknown one."""
+
+    def __add__(self, other: object) -> Unknown:
+        return self
+
+    __sub__ = __mul__ = __rmul__ = __floordiv__ = __add__
+
+
 Sizes = Mapping[str, Any]
 """Symbol to size: an int, or a :class:`Size` where it is dynamic."""
 

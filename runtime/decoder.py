@@ -1,4 +1,4 @@
-"""A loaded bundle that answers requests."""
+"""A loaded bundle or engine that answers requests."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from fixedstate.bundle import Bundle
 from fixedstate.errors import UsageError
@@ -21,23 +23,29 @@ from fixedstate.runtime.scheduler import OnPass, Scheduler, Watcher
 from fixedstate.runtime.snapshot import Snapshot
 from fixedstate.spec import ModelSpec
 
+if TYPE_CHECKING:
+    from fixedstate.runtime.deviceengine import DeviceEngine
+    from fixedstate.runtime.enginefile import EngineFolder
+
+_ENGINE = "engine.json"  # what tells an engine's folder; its module is loaded with one only
+
 
 class Decoder:
-    """Decodes with one bundle; made by :func:`load`.
+    """Decodes with one bundle or engine; made by :func:`load`.
 
     One stream runs at a time: a call from another thread waits, a second stream in the same
     thread is refused.
 
     Attributes:
-        bundle: The opened bundle.
+        bundle: The opened bundle, or engine, which has the same model, defaults and files.
         load_seconds: What opening it took.
         prefixes: States of prompts seen before; None keeps none.
     """
 
     def __init__(
         self,
-        bundle: Bundle,
-        engine: SessionEngine | FullEngine | None,
+        bundle: Bundle | EngineFolder,
+        engine: SessionEngine | FullEngine | DeviceEngine | None,
         load_seconds: float = 0.0,
         prefixes: PrefixStore | None = None,
     ) -> None:
@@ -53,7 +61,7 @@ class Decoder:
         return self.bundle.spec
 
     @property
-    def engine(self) -> SessionEngine | FullEngine:
+    def engine(self) -> SessionEngine | FullEngine | DeviceEngine:
         """The passes over the state, or over whole sequences.
 
         Raises:
@@ -186,7 +194,10 @@ class Decoder:
 
     def close(self) -> None:
         """Let go of sessions and state."""
-        self._engine = None
+        engine, self._engine = self._engine, None
+        give_back = getattr(engine, "close", None)
+        if give_back is not None:  # memory of a device is not given back by itself
+            give_back()
 
     def __enter__(self) -> Decoder:
         return self
@@ -213,10 +224,11 @@ def load(
     memory: str | None = None,
     head: str = "logits",
 ) -> Decoder:
-    """Open a bundle on ONNX Runtime.
+    """Open a bundle on ONNX Runtime, or an engine on its TensorRT.
 
     Args:
-        path: The bundle's folder.
+        path: The bundle's folder, or that of an engine, which runs on a card whatever `provider`
+            says and has no threads, no optimization and no fallback.
         threads: Of a single pass; None for ONNX Runtime's choice.
         provider: ``cpu``, ``cuda``, ``tensorrt`` or ``tensorrt-rtx``.
         allow_fallback: Take the CPU where the provider cannot be used; the results name what
@@ -241,6 +253,14 @@ def load(
     start = time.perf_counter()
     if limit is not None and limit < 1:
         raise UsageError(f"limit must be 1 token or more; got {limit}")
+    if Path(path, _ENGINE).is_file():
+        _check_options(threads, provider, allow_fallback, optimization)
+        from fixedstate.runtime import trt
+        from fixedstate.runtime.enginefile import EngineFolder
+
+        folder = EngineFolder.open(path, verify=verify_weights)
+        device = trt.open_engine(folder, slots=slots, limit=limit, memory=memory, head=head)
+        return Decoder(folder, device, time.perf_counter() - start)
     bundle = Bundle.open(path, verify_weights=verify_weights)
     engine: SessionEngine | FullEngine
     if bundle.spec.objective == "full":
@@ -267,6 +287,28 @@ def load(
             head=head,
         )
     return Decoder(bundle, engine, time.perf_counter() - start)
+
+
+def _check_options(
+    threads: int | None, provider: str, allow_fallback: bool, optimization: str
+) -> None:
+    """Refuse what is said about ONNX Runtime where an engine is opened.
+
+    Raises:
+        UsageError: naming the setting.
+    """
+    given = {
+        f"threads {threads}": threads is not None,
+        f"provider {provider!r}": provider != "cpu",
+        "a fallback to the CPU": allow_fallback,
+        f"optimization {optimization!r}": optimization != "all",
+    }
+    for what, is_given in given.items():
+        if is_given:
+            raise UsageError(
+                f"{what} was asked for, but an engine runs on its own TensorRT and card: leave it "
+                "out, or open the bundle"
+            )
 
 
 def open_engine(

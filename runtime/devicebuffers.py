@@ -8,7 +8,7 @@ the logits of last tokens stay on the host.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import numpy as np
 
@@ -38,6 +38,9 @@ class DeviceBuffers:
         in_place: Suffixes of ports that passes update where they lie: these have one buffer.
         columns: Least and most columns that the engine's profiles take.
 
+    Attributes:
+        on_move: Called before memory of keys and values is given back for larger one.
+
     Raises:
         CapacityError: where the device's memory is too small.
     """
@@ -64,6 +67,7 @@ class DeviceBuffers:
         self.past_length: Array = np.zeros(slots, np.int64)
         self._block_len = block_len
         self._bounds = columns
+        self.on_move: Callable[[], None] = lambda: None
         self.capacity = 0
         self._side: Array = np.zeros(slots, np.int64)
         self._step_side: Array = np.zeros(slots, np.int64)
@@ -200,6 +204,15 @@ class DeviceBuffers:
         nbytes = port.nbytes(rows, self.capacity)
         self._driver.copy(target, source, nbytes, self._stream.handle)
 
+    def flip(self, rows: int) -> None:
+        """Copy rows 0..rows-1 into the other buffer of each pair, which becomes the live one."""
+        for ports, sides in self._groups():
+            for row in range(rows):
+                side = int(sides[row])
+                for port in ports:
+                    self._copy_row(port, (side, row), (1 - side, row))
+                sides[row] = 1 - side
+
     # --- a denoise pass
 
     def advance_step(self, rows: int, first: int = 0) -> None:
@@ -214,8 +227,8 @@ class DeviceBuffers:
 
     # --- a commit
 
-    def reserve(self, rows: int, commit_length: Array, first: int = 0, width: int = 0) -> bool:
-        """Make room for a commit, before its pass; True where buffers moved.
+    def reserve(self, rows: int, commit_length: Array, first: int = 0, width: int = 0) -> None:
+        """Make room for a commit, before its pass.
 
         Args:
             rows: k.
@@ -236,10 +249,8 @@ class DeviceBuffers:
                 f"more need room for {need}; the limit is {self.limit}"
             )
         need = max(need, int(past.max()) + width)
-        if not self._columns or need <= self.capacity:
-            return False
-        self._grow(self._capacity_for(need))
-        return True
+        if self._columns and need > self.capacity:
+            self._grow(self._capacity_for(need))
 
     def _grow(self, capacity: int) -> None:
         """All or nothing: a failed allocation leaves every buffer as it was."""
@@ -263,6 +274,7 @@ class DeviceBuffers:
                 self._stream,
             )
         self._stream.synchronize()
+        self.on_move()
         old, self._columns, self.capacity = self._columns, grown, capacity
         for memory in old.values():
             self._drop(memory)
@@ -270,7 +282,9 @@ class DeviceBuffers:
             self._drop(self._spare_columns)
             self._spare_columns = None
 
-    def append(self, port: StatePort, new: int, width: int, commit_length: Array, first: int) -> None:
+    def append(
+        self, port: StatePort, new: int, width: int, commit_length: Array, first: int
+    ) -> None:
         """Write the first commit_length columns of a pass behind each row's own.
 
         Args:

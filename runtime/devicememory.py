@@ -103,15 +103,11 @@ class DeviceDriver(Driver):
 
     def to_device(self, target: int, source: Array, stream: Stream) -> None:
         """Copy an array of pinned memory to an address; it stays as it is until that happened."""
-        self.call(
-            "cuMemcpyHtoDAsync_v2", target, source.ctypes.data, source.nbytes, stream.handle
-        )
+        self.call("cuMemcpyHtoDAsync_v2", target, source.ctypes.data, source.nbytes, stream.handle)
 
     def to_host(self, target: Array, source: int, stream: Stream) -> None:
         """Copy from an address into an array of pinned memory."""
-        self.call(
-            "cuMemcpyDtoHAsync_v2", target.ctypes.data, source, target.nbytes, stream.handle
-        )
+        self.call("cuMemcpyDtoHAsync_v2", target.ctypes.data, source, target.nbytes, stream.handle)
 
     def set_bytes(self, address: int, byte: int, nbytes: int, stream: Stream) -> None:
         """Set every byte of some device memory."""
@@ -138,9 +134,7 @@ class DeviceDriver(Driver):
             lines: Pieces.
             stream: That it is put in.
         """
-        self._lines(
-            stream, width, lines, dst=(target, target_pitch), src=(source, source_pitch)
-        )
+        self._lines(stream, width, lines, dst=(target, target_pitch), src=(source, source_pitch))
 
     def read_lines(
         self, target: Array, source: int, source_pitch: int, width: int, stream: Stream
@@ -192,7 +186,8 @@ class HostMemory:
         if size > self.nbytes or not self.address:
             raise BackendError(f"{size} bytes were asked of {self.nbytes} of pinned memory")
         raw = (ctypes.c_ubyte * size).from_address(self.address)
-        return np.frombuffer(raw, dtype).reshape(tuple(shape))
+        found: Array = np.ndarray(tuple(shape), dtype, memoryview(raw))
+        return found
 
     def free(self) -> None:
         """Give it back; a second call does nothing."""
@@ -256,5 +251,7 @@ class Scratch:
         self.drop_replaced()
         device, self._device = self._device, {}
         host, self._host = self._host, {}
-        for memory in (*device.values(), *host.values()):
+        for memory in device.values():
             memory.free()
+        for pinned in host.values():
+            pinned.free()

@@ -430,7 +430,7 @@ def write_engine(
         precision: Dtypes of their ports.
         plans: Their ports and aliases; hashes and profiles are filled in here.
         check: How the precision was checked, JSON values; may be empty for fp32.
-        libraries: Plugin libraries to be copied along.
+        libraries: Plugin libraries and other files to be copied along.
 
     Returns:
         The engine, as :meth:`EngineFolder.open` would give it.

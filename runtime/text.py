@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fixedstate.bundle import Bundle
 from fixedstate.errors import BundleError, UsageError
 from fixedstate.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from fixedstate.runtime.enginefile import EngineFolder
 
 TOKENIZER = "tokenizer.json"
 """Name of the tokenizer file in a bundle."""
@@ -29,14 +32,14 @@ class Text:
         self._drop = {*spec.stop_ids, spec.mask_id, spec.bos_id} - {None}
 
     @classmethod
-    def open(cls, bundle: Bundle | str | os.PathLike[str]) -> Text:
-        """The tokenizer of a bundle or of its folder.
+    def open(cls, bundle: Bundle | EngineFolder | str | os.PathLike[str]) -> Text:
+        """The tokenizer of an opened bundle or engine, or of a bundle's folder.
 
         Raises:
             UsageError: where the bundle has none.
             BundleError: where the file is damaged.
         """
-        if not isinstance(bundle, Bundle):
+        if isinstance(bundle, (str, os.PathLike)):
             bundle = Bundle.open(bundle, verify_weights=False)
         path = Path(bundle.path, TOKENIZER)
         if not path.is_file():

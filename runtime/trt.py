@@ -5,8 +5,8 @@ and creators are registered, then its plans are loaded, then their tensors are c
 engine.json. What NVIDIA's page "CUDA Graphs" advises is followed: one execution context for each
 captured graph, all of them on one memory for what a pass takes inside.
 
-The CUDA driver is reached through :mod:`fixedstate.plugins.driver`, so that nothing but the TensorRT
-package has to be installed.
+The CUDA driver is reached through :mod:`fixedstate.plugins.driver`, so that nothing but the
+TensorRT package has to be installed.
 """
 
 from __future__ import annotations
@@ -321,7 +321,7 @@ class _Runner:
 def _logger(trt: Any, messages: list[str]) -> Any:
     """A logger that keeps errors, for the message of what failed."""
 
-    class Log(trt.ILogger):  # type: ignore[misc, name-defined]
+    class Log(trt.ILogger):  # type: ignore[misc]
         def __init__(self) -> None:
             trt.ILogger.__init__(self)
 

@@ -20,7 +20,7 @@ from fixedstate import __version__
 from fixedstate.cli.options import Session, debug_option
 from fixedstate.errors import FixedStateError
 
-VERBS = ("export", "generate", "chat", "prefix", "replay", "inspect", "check", "demo")
+VERBS = ("export", "build", "generate", "chat", "prefix", "replay", "inspect", "check", "demo")
 INTERRUPTED = 130
 
 # What each extra of the package brings; a missing one is a sentence, not a traceback.
@@ -30,6 +30,9 @@ _EXTRAS = {
     "onnx": "export",
     "onnx_ir": "export",
     "onnxscript": "export",
+    "ml_dtypes": "export",
+    "filelock": "export",
+    "platformdirs": "export",
 }
 
 

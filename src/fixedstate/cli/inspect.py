@@ -1,4 +1,7 @@
-"""``fixedstate inspect``: what a bundle holds, what it carries and what it needs of memory."""
+"""``fixedstate inspect``: what a bundle holds, what it carries and what it needs of memory.
+
+Engines are shown by :mod:`fixedstate.cli.inspect_engine`.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +23,28 @@ if TYPE_CHECKING:
 _KV_TOKENS = (1024, 8192)
 
 
-@click.command("inspect", short_help="Show graphs, ports, state and memory of a bundle.")
+@click.command("inspect", short_help="Show what is in a bundle or an engine.")
 @bundle_argument
 @json_option
 @debug_option
 def command(bundle: Path, as_json: bool) -> None:
-    """Show the graphs, ports, state and memory of BUNDLE.
+    """Show the graphs, ports, state and memory of BUNDLE, or the plans and layers of an engine.
 
-    Bytes of a port are those of one row; none where the size depends on more than the rows.
+    Bytes of a port are those of one row; none where the size depends on more than the rows. An
+    engine is shown without TensorRT: who built it for what, and what it consists of.
     """
     from fixedstate.bundle import Bundle
+    from fixedstate.runtime.enginefile import MANIFEST, EngineFolder
 
+    if (bundle / MANIFEST).is_file():
+        from fixedstate.cli import inspect_engine
+
+        engine = inspect_engine.describe(EngineFolder.open(bundle))
+        if as_json:
+            echo_json(engine)
+        else:
+            inspect_engine.show(engine)
+        return
     data = describe(Bundle.open(bundle))
     if as_json:
         echo_json(data)

@@ -16,8 +16,12 @@ from fixedstate.errors import UsageError
 if TYPE_CHECKING:
     from fixedstate.bundle import Bundle
     from fixedstate.runtime import Decoder, Result
+    from fixedstate.runtime.enginefile import EngineFolder
     from fixedstate.runtime.snapshot import Snapshot
     from fixedstate.runtime.text import Text
+
+ENGINE = "engine.json"
+"""What tells an engine's folder from a bundle's."""
 
 SETTINGS = ("max_new_tokens", "min_new_tokens", "steps", "threshold", "temperature", "seed")
 """Fields of `Settings` that have an option."""
@@ -141,15 +145,19 @@ def check_file(file: Path, force: bool) -> None:
 
 
 def open_decoder(bundle: Path, options: Mapping[str, Any], slots: int) -> Decoder:
-    """Load a bundle as the options say, and say before what will be in memory.
+    """Load a bundle or an engine as the options say, and say before what will be in memory.
 
     Raises:
         BundleError, BackendError, UsageError: as `fixedstate.runtime.load`.
     """
     from fixedstate import runtime
 
-    _tell_memory(bundle, options, slots)
-    with progress("opening the bundle"):
+    if (bundle / ENGINE).is_file():
+        what, slots = "engine", _rows(bundle, slots)
+    else:
+        what = "bundle"
+        _tell_memory(bundle, options, slots)
+    with progress(f"opening the {what}"):
         return runtime.load(
             bundle,
             threads=options["threads"],
@@ -160,6 +168,15 @@ def open_decoder(bundle: Path, options: Mapping[str, Any], slots: int) -> Decode
             memory=options["memory"],
             head=options["head"],
         )
+
+
+def _rows(engine: Path, slots: int) -> int:
+    """Slots, but no more than an engine was built for: other prompts wait for their turn."""
+    from fixedstate.runtime.enginefile import EngineFolder
+
+    plans = EngineFolder.open(engine, verify=False).plans.values()
+    rows = [profile["input_ids"][2][0] for plan in plans for profile in plan.profiles]
+    return min([slots, *rows])
 
 
 def _tell_memory(bundle: Path, options: Mapping[str, Any], slots: int) -> None:
@@ -184,7 +201,7 @@ def _tell_memory(bundle: Path, options: Mapping[str, Any], slots: int) -> None:
         note(shortage)
 
 
-def open_text(bundle: Bundle, needed: bool) -> Text | None:
+def open_text(bundle: Bundle | EngineFolder, needed: bool) -> Text | None:
     """The bundle's tokenizer; None where it has none and every prompt is given as ids.
 
     Raises:

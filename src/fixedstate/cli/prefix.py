@@ -21,6 +21,7 @@ from fixedstate.cli.output import echo_json, progress
 
 if TYPE_CHECKING:
     from fixedstate.bundle import Bundle
+    from fixedstate.runtime.enginefile import EngineFolder
     from fixedstate.runtime.snapshot import Snapshot
 
 
@@ -128,7 +129,7 @@ def describe(state: Snapshot) -> dict[str, Any]:
     }
 
 
-def _tokens(bundle: Bundle, text: str) -> list[int]:
+def _tokens(bundle: Bundle | EngineFolder, text: str) -> list[int]:
     from fixedstate.runtime.text import Text
 
     return Text.open(bundle).encode(text)

@@ -11,6 +11,7 @@ import click
 
 from fixedstate.cli.options import POSITIVE, F
 from fixedstate.cli.output import note
+from fixedstate.errors import UsageError
 
 if TYPE_CHECKING:
     from fixedstate.runtime import Decoder
@@ -75,8 +76,14 @@ def recorder(decoder: Decoder, bundle: Path, options: dict[str, Any]) -> Iterato
         return
     names = ("record_every", "record_length")
     given = {name.removeprefix("record_"): options[name] for name in names if options[name]}
+    from fixedstate.bundle import Bundle
     from fixedstate.runtime.recorder import Recorder
 
+    if not isinstance(decoder.bundle, Bundle):
+        raise UsageError(
+            f"--record takes a bundle, {bundle} is an engine: a recording names graphs, which a "
+            "replay runs on ONNX Runtime; leave it out, or record the bundle"
+        )
     with Recorder.start(
         folder,
         decoder.engine,

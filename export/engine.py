@@ -1,10 +1,10 @@
 """Bundle -> engine: plan, convert, compare, parse, build, write; all of it or nothing.
 
 The plan comes first and refuses what cannot work (:mod:`fixedstate.export.profiles`). A graph whose
-precision is asked for is converted and compared with the float32 one in ONNX Runtime before TensorRT
-sees it (:mod:`fixedstate.export.precision`). Each graph is parsed and built in a process of its own
-(:mod:`fixedstate.export.engineprocess`), and what came out is compared with the plan: ports, number
-of plugins. The folder appears when all roles are done.
+precision is asked for is converted, and compared with the float32 one in ONNX Runtime before
+TensorRT sees it (:mod:`fixedstate.export.precision`). Each graph is parsed and built in a process
+of its own (:mod:`fixedstate.export.engineprocess`), and what came out is compared with the plan:
+ports, number of plugins. The folder appears when all roles are done.
 """
 
 from __future__ import annotations
@@ -156,8 +156,8 @@ def build(
     elif force:
         raise UsageError("--force replaces what is at -o, and no -o is given")
     card = first_card()
+    planned = planned_build(bundle, request, flags, card)
     settings = _settings(request, flags)
-    planned = planned_build(bundle, request, settings, card)
     with tempfile.TemporaryDirectory(prefix="fixedstate.") as folder:
         version = _version(request.target, Path(folder))
     identity = identity_of(bundle, planned, settings, version, card)

@@ -23,8 +23,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from fixedstate.bundle import write_atomic
 from fixedstate.errors import FixedStateError
 from fixedstate.export.builderflags import BuilderFlags
+from fixedstate.export.engineprocess import peak_bytes
 from fixedstate.export.pluginuse import PluginNeed, Registered, missing_plugins
 from fixedstate.export.profiles import RolePlan, set_profiles
 from fixedstate.export.targets import RTX
@@ -145,10 +147,11 @@ def build(request: Mapping[str, Any], send: Send) -> dict[str, Any]:
     target.write_bytes(memoryview(plan))
     result["bytes"] = target.stat().st_size
     if cache is not None:
-        Path(request["timing_cache"]).write_bytes(
-            memoryview(config.get_timing_cache().serialize())
-        )
-    return result | {"steps": steps(target), "warnings": messages}
+        cache = config.get_timing_cache()
+        # several builds may use one file: the last one whole is what stays
+        write_atomic(Path(request["timing_cache"]), memoryview(cache.serialize()))
+    peak = peak_bytes()
+    return result | {"steps": steps(target), "warnings": messages, "peak_bytes": peak}
 
 
 def registered(trt: Any) -> list[Registered]:
@@ -202,10 +205,7 @@ def _role(request: Mapping[str, Any]) -> RolePlan:
 def _ports(network: Any, kind: str) -> list[dict[str, Any]]:
     count = getattr(network, f"num_{kind}s")
     tensors = [getattr(network, f"get_{kind}")(index) for index in range(count)]
-    return [
-        {"name": one.name, "dtype": one.dtype.name, "shape": list(tuple(one.shape))}
-        for one in tensors
-    ]
+    return [{"name": one.name, "dtype": one.dtype.name, "shape": [*one.shape]} for one in tensors]
 
 
 def _read_cache(config: Any, path: str | None) -> Any:
@@ -221,7 +221,7 @@ def _read_cache(config: Any, path: str | None) -> Any:
 def _logger(trt: Any, messages: list[str]) -> Any:
     """A logger that keeps warnings and errors."""
 
-    class Log(trt.ILogger):  # type: ignore[misc, name-defined]
+    class Log(trt.ILogger):  # type: ignore[misc]
         def __init__(self) -> None:
             trt.ILogger.__init__(self)
 
@@ -281,7 +281,7 @@ def _monitor(trt: Any, send: Send) -> Any:
     """TensorRT's interface to :class:`Progress`."""
     progress = Progress(send)
 
-    class Monitor(trt.IProgressMonitor):  # type: ignore[misc, name-defined]
+    class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
         def __init__(self) -> None:
             trt.IProgressMonitor.__init__(self)
 

@@ -34,6 +34,7 @@ Share = Callable[[float], None]
 
 _CHILD = "fixedstate.export.enginechild"
 _LAST_WORDS = 300  # characters of what a dead process said
+_TICK = 0.2  # seconds between two looks at a silent process
 _TEXTS = 3  # messages in one sentence
 
 _NO_MEMORY = re.compile(r"out ?of ?memory|bad_alloc|cannot allocate|OOM", re.IGNORECASE)
@@ -54,7 +55,7 @@ class Finished:
     Attributes:
         result: Its answer; None where it died.
         status: Exit status; the negative number of a signal that ended it.
-        peak_bytes: Largest resident size it reached, mapped files included.
+        peak_bytes: Largest resident size it reached, mapped files included; 0 if not known.
         seconds: From its start to its end.
         words: The last that it printed.
     """
@@ -112,16 +113,22 @@ def run(
             finally:
                 os.close(write)
             stack.callback(_end, child)
-            result, usage = _follow(child, read, share, began, timeout)
+            result, peak = _follow(child, read, share, began, timeout)
             words.seek(0)
             said = words.read().decode("utf-8", "replace")
             return Finished(
                 result=result,
                 status=int(child.returncode),
-                peak_bytes=usage,
+                peak_bytes=peak,
                 seconds=time.monotonic() - began,
-                words=" ".join(said.split())[-_LAST_WORDS:],
+                words=_last(said),
             )
+
+
+def _last(said: str) -> str:
+    """The last line of what was printed, as far as a sentence can hold it."""
+    lines = [" ".join(line.split()) for line in said.splitlines() if line.strip()]
+    return lines[-1][-_LAST_WORDS:] if lines else ""
 
 
 def _environment(target: str, scratch: Path) -> dict[str, str]:
@@ -153,38 +160,48 @@ def _follow(
     timeout: float | None,
 ) -> tuple[dict[str, Any] | None, int]:
     """Its result, once it ended, and its largest resident size in bytes."""
-    result = None
-    for message in _messages(read, began, timeout):
+    result, peak = None, 0
+    for message in _messages(read):
+        peak = max(peak, peak_bytes(child.pid))
+        _check_time(began, timeout)
+        if message is None:
+            continue
         if "result" in message:
             result = message["result"]
         elif share is not None:
             share(message["share"])
-    while True:
-        pid, status, usage = os.wait4(child.pid, os.WNOHANG)
-        if pid:
-            break
+    while child.poll() is None:
         _check_time(began, timeout)
         time.sleep(0.01)
-    child.returncode = os.waitstatus_to_exitcode(status)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return result, usage.ru_maxrss * unit
+    return result, max(peak, 0 if result is None else result.get("peak_bytes", 0))
 
 
-def _messages(read: int, began: float, timeout: float | None) -> Iterator[dict[str, Any]]:
-    """The messages of a process until it closes its end."""
+def _messages(read: int) -> Iterator[dict[str, Any] | None]:
+    """The messages of a process until it closes its end; None where it says nothing for a while."""
     left = b""
     with selectors.DefaultSelector() as selector:
         selector.register(read, selectors.EVENT_READ)
         while True:
-            if not selector.select(1.0):
-                _check_time(began, timeout)
+            if not selector.select(_TICK):
+                yield None
                 continue
             piece = os.read(read, 1 << 16)
             if not piece:
                 return
             *lines, left = (left + piece).split(b"\n")
             yield from map(json.loads, lines)
-            _check_time(began, timeout)
+
+
+def peak_bytes(process: int | str = "self") -> int:
+    """Largest resident size that a process has had; 0 where the system does not tell.
+
+    Not what ``wait4`` says: that counts the process it was forked from as well.
+    """
+    with contextlib.suppress(OSError):
+        status = Path(f"/proc/{process}/status").read_text()
+        if match := re.search(r"^VmHWM:\s+(\d+) kB$", status, re.MULTILINE):
+            return int(match[1]) * 1024
+    return 0
 
 
 def _check_time(began: float, timeout: float | None) -> None:
@@ -247,8 +264,8 @@ def _death(finished: Finished, product: str, what: str) -> str:
             f"{finished.peak_bytes / 1e9:.1f} GB, most likely because memory ran out: {_LESS}"
         )
     return (
-        f"{what}: {product} ended its process ({name}){said}: build with --plugins none, which "
-        f"needs less of it, or {_REPORT}"
+        f"{what}: {product} ended its process ({name}){said}: build with --plugins none or another "
+        f"--precision, or {_REPORT}"
     )
 
 

@@ -6,7 +6,7 @@ Read from the graph with its function bodies inlined, as a parser sees it that k
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -135,16 +135,22 @@ def facts(model: ir.Model, *, values: bool = False) -> GraphFacts:
 
     Args:
         model: The graph.
-        values: Look at the values of weights in half precision too, which reads them all.
+        values: Look at the values of weights too, which reads them all.
 
     Raises:
-        ExportError: where types or shapes of the graph cannot be inferred.
+        ExportError: where types or shapes of the graph cannot be inferred, or a value is asked for
+            that is not there.
     """
-    shaped = _inferred(model.clone())
     flat = model.clone()
+    for name, value in flat.graph.initializers.items():
+        if is_weight(name) and value.const_value is not None:
+            value.dtype = value.const_value.dtype
+            value.shape = ir.Shape(value.const_value.shape.numpy())
+            value.const_value = None  # a type is enough, and values may not be there yet
     common.InlinePass()(flat)
-    flat = _inferred(flat)
-    nodes = tuple(_use(node) for node in shaped.graph.all_nodes() if node.domain == DOMAIN)
+    _infer(flat)
+    known = {value.name: value for value in _values(flat)}
+    nodes = tuple(_use(node, known) for node in model.graph.all_nodes() if node.domain == DOMAIN)
     typed = {
         value.dtype
         for node in flat.graph.all_nodes()
@@ -157,7 +163,8 @@ def facts(model: ir.Model, *, values: bool = False) -> GraphFacts:
         if node.op_type in _PRODUCTS and _first(node) == ir.DataType.FLOAT
     )
     problems = [problem for node in nodes for problem in node_problems(node)]
-    problems += [*shape_problems(flat), *constant_problems(flat, values=values)]
+    problems += [*shape_problems(flat), *constant_problems(flat)]
+    problems += weight_problems(model) if values else []
     if typed & set(HALVES):
         problems += island_problems(flat)
     return GraphFacts(
@@ -169,11 +176,11 @@ def facts(model: ir.Model, *, values: bool = False) -> GraphFacts:
     )
 
 
-def _inferred(model: ir.Model) -> ir.Model:
-    """The graph with the type of every value.
+def _infer(model: ir.Model) -> None:
+    """Find the type and, as far as it is known, the shape of every value.
 
     Raises:
-        ExportError: where one stays unknown.
+        ExportError: where a type stays unknown.
     """
     common.ShapeInferencePass()(model)
     unknown = [
@@ -186,7 +193,13 @@ def _inferred(model: ir.Model) -> ir.Model:
             f"the type of what {unknown[0]} gives cannot be inferred ({len(unknown)} such nodes): "
             "export the model again, or report it"
         )
-    return model
+
+
+def _values(model: ir.Model) -> Iterator[ir.Value]:
+    yield from model.graph.inputs
+    yield from model.graph.initializers.values()
+    for node in model.graph.all_nodes():
+        yield from node.outputs
 
 
 def _dtype(dtype: ir.DataType | None) -> str:
@@ -200,20 +213,28 @@ def _first(node: ir.Node) -> ir.DataType | None:
     return None if value is None else value.dtype
 
 
-def _use(node: ir.Node) -> NodeUse:
+def _use(node: ir.Node, known: Mapping[str | None, ir.Value]) -> NodeUse:
+    """A node as a plan sees it.
+
+    Args:
+        node: In the graph as it is.
+        known: By name, the values of the graph whose functions are inlined. Shapes are not inferred
+            on the graph as it is: what comes out of a function would depend on whether a schema of
+            the same name was registered in this process.
+    """
     attributes = {
         name: attr.value
         for name, attr in node.attributes.items()
         if attr.type in (ir.AttributeType.INT, ir.AttributeType.STRING, ir.AttributeType.FLOAT)
     }
-    inputs = [value for value in node.inputs if value is not None]
+    inputs = [known.get(value.name, value) for value in node.inputs if value is not None]
     return NodeUse(
         op=node.op_type,
         name=node.name or "",
         attributes=attributes,
         shapes=tuple(_shape(value) for value in inputs),
         types=tuple(_dtype(value.dtype) for value in inputs),
-        layer=_layer_of(inputs),
+        layer=_layer_of(value for value in node.inputs if value is not None),
     )
 
 
@@ -281,22 +302,18 @@ def _follow(graph: ir.Graph, fed: dict[int, str], found: list[str]) -> None:
         fed.update({id(value): source for value in node.outputs})
 
 
-def constant_problems(model: ir.Model, *, values: bool = False) -> list[str]:
+def constant_problems(model: ir.Model) -> list[str]:
     """Constants that do not fit: INT64 beyond 32 bits, halves that are not finite or clamped.
 
     Open ends of slices may be larger than 32 bits: cut to 32 they mean the same.
 
     Args:
         model: A graph whose functions are inlined.
-        values: Look at weights too.
     """
     found: list[str] = []
     for name, value in model.graph.initializers.items():
-        tensor = value.const_value
-        if tensor is None or (is_weight(name) and not values and tensor.dtype in HALVES):
-            continue
-        if tensor.dtype in (*HALVES, ir.DataType.INT64):
-            found += _constant(f"constant {name!r}", tensor, value)
+        if value.const_value is not None and not is_weight(name):
+            found += _constant(f"constant {name!r}", value.const_value, value)
     for node in model.graph.all_nodes():
         for name, attr in node.attributes.items():
             if attr.type == ir.AttributeType.TENSOR:
@@ -308,6 +325,20 @@ def constant_problems(model: ir.Model, *, values: bool = False) -> list[str]:
             given = node.outputs[0] if node.op_type == "Constant" else None
             found += _constant(f"node {node.name!r} ({node.op_type}, {name})", tensor, given)
     return found
+
+
+def weight_problems(model: ir.Model) -> list[str]:
+    """The same for weights, all of which are read; none of them is the end of a slice.
+
+    Raises:
+        ExportError: for a weight whose values are not there.
+    """
+    return [
+        problem
+        for name, value in model.graph.initializers.items()
+        if is_weight(name) and value.const_value is not None
+        for problem in _constant(f"weight {name!r}", value.const_value, None)
+    ]
 
 
 def _constant(what: str, tensor: ir.TensorProtocol, value: ir.Value | None) -> Iterator[str]:

@@ -164,6 +164,8 @@ class DeviceBuffers:
         return self._align(self.state.stepped, self._step_side, rows, first)
 
     def _align(self, ports: tuple[StatePort, ...], sides: Array, rows: int, first: int) -> int:
+        if not ports:
+            return 0  # so that one pass serves, whatever the side
         here = sides[first : first + rows]
         count = int(here.sum())
         side = int(2 * count > rows)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -84,6 +84,7 @@ class _Bound:
         columns: Port, address and width of appended columns that the runtime has to take over.
         enter: Rows to copy (port, target, source) before the run, where slots are not aligned.
         leave: Likewise behind it.
+        addresses: All that it was bound to.
     """
 
     work: DevicePass
@@ -92,6 +93,7 @@ class _Bound:
     columns: tuple[tuple[StatePort, int, int], ...]
     enter: tuple[tuple[StatePort, int, int], ...]
     leave: tuple[tuple[StatePort, int, int], ...]
+    addresses: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,7 +342,7 @@ class DeviceEngine:
             self.buffers.advance_step(rows, first)
             return ran.given
 
-    def warm_up(self, rows: int = 1, blocks: int = 1) -> None:
+    def warm_up(self, rows: int = 1, blocks: int = 1, places: int = 1) -> None:
         """Run and capture the passes of that many rows from slot 0 on, ahead of the first request.
 
         No live byte changes: nothing is committed (commit_length is 0) and nothing taken over, so
@@ -349,11 +351,13 @@ class DeviceEngine:
         Args:
             rows: k.
             blocks: Of a commit pass.
+            places: Positions that a reduced head is asked for.
 
         Raises:
             CapacityError: where the profiles do not take them.
         """
         length, fill = self.spec.block_len, self.spec.mask_id or 0
+        asked = None if self.head == "logits" else np.zeros((rows, places), np.int64)
         with self._held():
             self._reserve("commit", rows, np.zeros(rows, np.int64), 0, blocks * length)
             counted = self.returned_bytes, self.sent_bytes
@@ -361,7 +365,7 @@ class DeviceEngine:
                 for role, width in (("denoise", length), ("commit", blocks * length)):
                     ids = np.full((rows, width), fill, np.int64)
                     for _ in range(2):
-                        self._run(role, ids, 0, 0, None)
+                        self._run(role, ids, 0, 0, asked if role == "denoise" else None)
                 self.buffers.flip(rows)
             self.returned_bytes, self.sent_bytes = counted
 
@@ -452,8 +456,8 @@ class DeviceEngine:
         bound = self._passes.get(key)
         if bound is None:
             bound = self._make(*key)
-            if self._scratch.grown:  # older passes hold the memory that was replaced
-                self._forget()
+            if replaced := self._scratch.replaced:  # older passes may hold that memory
+                self._forget(replaced)
             elif len(self._passes) >= KEPT_PASSES:
                 self._passes.popitem(last=False)[1].work.close()
             self._passes[key] = bound
@@ -503,23 +507,43 @@ class DeviceEngine:
                 leave.append((pair, self.buffers.present(pair, which, first), addresses[port.name]))
         shapes = {port.name: port.resolve(**sizes) for port in (*plan.inputs, *plan.outputs)}
         work = self._roles[role].bind(shapes, addresses, self._stream)
-        return _Bound(work, inputs, outputs, tuple(columns), tuple(enter), tuple(leave))
+        return _Bound(
+            work,
+            inputs,
+            outputs,
+            tuple(columns),
+            tuple(enter),
+            tuple(leave),
+            frozenset((*addresses.values(), *(one.host.ctypes.data for one in inputs.values()))),
+        )
+
+    def _largest(self, sizes: Mapping[str, int]) -> dict[str, int]:
+        """Sizes that memory is allocated for, so that it seldom moves.
+
+        All rows and places; blocks by powers of two, since keys and values of a slice are large.
+        """
+        most = max(self._widths.values()) // self.spec.block_len
+        blocks = min(1 << (max(sizes["n"], 1) - 1).bit_length(), max(most, sizes["n"]))
+        return {**sizes, "B": self.slots, "R": self.spec.block_len, "n": blocks, "m": blocks}
 
     def _input(self, port: Port, sizes: Mapping[str, int]) -> _Input:
         shape = port.resolve(**sizes)
-        host = self._scratch.host(port.name, numpy_dtype(port.dtype), shape)
-        return _Input(host, self._scratch.device(port.name, host.nbytes))
+        largest = self.slots, max(self._widths.values())  # of ids; the others are smaller
+        whole = self._scratch.host(port.name, numpy_dtype(port.dtype), largest).reshape(-1)
+        host = whole[: int(np.prod(shape))].reshape(shape)
+        return _Input(host, self._scratch.device(port.name, whole.nbytes))
 
     def _staged(self, port: Port, sizes: Mapping[str, int]) -> int:
         """Memory outside the slots for a port's rows, which begins where TensorRT can read it."""
-        return self._scratch.device(port.name, port.nbytes(**sizes))
+        return self._scratch.device(port.name, port.nbytes(**self._largest(sizes)))
 
-    def _forget(self) -> None:
-        """Let go of every pass, and of the memory that only older ones held."""
+    def _forget(self, addresses: Collection[int] | None = None) -> None:
+        """Let go of the passes that hold one of these addresses, or of all; then of the memory."""
         self._stream.synchronize()
-        passes, self._passes = self._passes, OrderedDict()
-        for bound in passes.values():
-            bound.work.close()
+        for key, bound in list(self._passes.items()):
+            if addresses is None or not bound.addresses.isdisjoint(addresses):
+                del self._passes[key]
+                bound.work.close()
         self._scratch.drop_replaced()
 
     # --- rows

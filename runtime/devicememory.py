@@ -201,9 +201,6 @@ class Scratch:
 
     Args:
         driver: The driver.
-
-    Attributes:
-        grown: Set where memory moved: whatever holds older addresses has to be made again.
     """
 
     def __init__(self, driver: DeviceDriver) -> None:
@@ -211,7 +208,6 @@ class Scratch:
         self._device: dict[str, Memory] = {}
         self._host: dict[str, HostMemory] = {}
         self._replaced: list[Memory | HostMemory] = []
-        self.grown = False
 
     def device(self, name: str, nbytes: int) -> int:
         """Address of at least that many bytes on the device; zeros at first."""
@@ -237,12 +233,15 @@ class Scratch:
         """Older addresses may still be in use: they live until :meth:`drop_replaced`."""
         if memory is not None:
             self._replaced.append(memory)
-            self.grown = True
+
+    @property
+    def replaced(self) -> set[int]:
+        """Addresses that moved: whatever holds one of them has to be made again."""
+        return {memory.address for memory in self._replaced}
 
     def drop_replaced(self) -> None:
         """Free what was replaced, once nothing holds its addresses."""
         replaced, self._replaced = self._replaced, []
-        self.grown = False
         for memory in replaced:
             memory.free()
 

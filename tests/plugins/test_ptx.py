@@ -261,3 +261,16 @@ def test_no_generation_runs_out_of_registers(
         assert one["registers"] * row["threads"] <= 65536
     assert row["bytes"] == (FOLDER / name).stat().st_size
     assert row["shared"] <= 48 * 1024
+
+
+@pytest.mark.slow
+def test_every_text_is_what_the_source_compiles_to() -> None:
+    """All of them, to the byte, and assembled for every generation (`make nightly`)."""
+    done = subprocess.run(
+        [sys.executable, "-m", "fixedstate.plugins.compile", "--check"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    count = sum(1 for _ in FOLDER.glob("*.ptx"))
+    assert f"{count} texts are what this source compiles to" in done.stdout + done.stderr

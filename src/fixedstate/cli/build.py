@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from fixedstate.cli.options import (
-    NATURAL,
     POSITIVE,
     bundle_argument,
     debug_option,
@@ -211,9 +210,10 @@ def request_of(
 def _layer(word: str) -> int:
     if not re.fullmatch(r"[0-9]{1,9}", word):
         raise click.BadParameter(
-            f"{word!r} is no index of a layer: give indices such as 0,3.", param_hint="--fp32-layers"
+            f"{word!r} is no index of a layer: give indices such as 0,3.",
+            param_hint="--fp32-layers",
         )
-    return int(NATURAL.convert(word, None, None))
+    return int(word)
 
 
 def _here() -> tuple[str, ...]:

@@ -83,7 +83,7 @@ def show(data: dict[str, Any]) -> None:
             ("checked", check.get("kind")),
             (
                 "worst difference",
-                f"{worst['max_rel']:.2g} of the deviation of {worst['name']}"
+                f"{worst['rms_rel']:.2g} of the deviation of {worst['port']} (root mean square)"
                 if isinstance(worst, dict)
                 else None,
             ),

@@ -158,7 +158,7 @@ def open_decoder(bundle: Path, options: Mapping[str, Any], slots: int) -> Decode
         what = "bundle"
         _tell_memory(bundle, options, slots)
     with progress(f"opening the {what}"):
-        return runtime.load(
+        decoder = runtime.load(
             bundle,
             threads=options["threads"],
             provider=options["provider"],
@@ -168,6 +168,10 @@ def open_decoder(bundle: Path, options: Mapping[str, Any], slots: int) -> Decode
             memory=options["memory"],
             head=options["head"],
         )
+    if what == "engine":
+        # before the interpreter ends: what is on the device goes in order
+        click.get_current_context().call_on_close(decoder.close)
+    return decoder
 
 
 def _rows(engine: Path, slots: int) -> int:

@@ -1,0 +1,33 @@
+"""The whole program on the card and the TensorRT that are here; skipped, by name, elsewhere."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+RUN = Path(__file__).with_name("run.py")
+MODULES = {"tensorrt": ("tensorrt",), "tensorrt-rtx": ("tensorrt_rtx", "tensorrt_rtx_bindings")}
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(660)
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("target", MODULES)
+def test_an_engine_is_right_on_this_card(bundle_path, tmp_path, target, precision):
+    if not any(importlib.util.find_spec(name) for name in MODULES[target]):
+        pytest.skip(f"needs {' or '.join(MODULES[target])}")
+    out = tmp_path / "engines.json"
+    command = [sys.executable, RUN, bundle_path("tiny-hybrid"), "--target", target]
+    command += ["--precision", precision, "--out", out]
+    done = subprocess.run(
+        list(map(str, command)), capture_output=True, text=True, check=False, cwd=tmp_path
+    )
+    results = json.loads(out.read_text())
+    assert results["problems"] == [], done.stdout[-4000:] + done.stderr[-4000:]
+    assert done.returncode == 0
+    assert results["captured"]["graphs"]

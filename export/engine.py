@@ -349,6 +349,13 @@ class _Build:
         converted = convert_bundle(
             bundle, request.precision, made, fp32_layers=request.fp32_layers, progress=tell
         )
+        for role in self._plan.roles:
+            model = ir.load(converted.path / converted.graph(role, request.target).file)
+            if problems := graphfacts.facts(model, values=True).problems:
+                raise BackendError(
+                    f"{role} converted to {request.precision}: {'; '.join(problems)}: keep the "
+                    "layers concerned with --fp32-layers, or report this model"
+                )
         check = check_precision(bundle, converted, progress=tell)
         require_precision(check, request.fp32_layers)
         return converted, check

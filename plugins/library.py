@@ -59,10 +59,10 @@ def tensorrt_rtx() -> Any:
 
 
 def tensorrt() -> Any:
-    """The Python module of TensorRT, of a version whose ahead-of-time plugins work.
+    """The Python module of TensorRT, of whatever version; :func:`check_version` is for plugins.
 
     Raises:
-        BackendError: if none is installed, it cannot be loaded, or its version is unfit.
+        BackendError: if none is installed, or it cannot be loaded.
     """
     try:
         import tensorrt as module
@@ -76,7 +76,6 @@ def tensorrt() -> Any:
             f"TensorRT is installed and cannot be loaded: {err}; its libraries and its Python "
             "package must be of one version"
         ) from err
-    check_version(str(module.__version__))
     return module
 
 
@@ -112,9 +111,10 @@ def register_quick() -> list[str]:
         Names of the operators.
 
     Raises:
-        BackendError: see :func:`tensorrt`.
+        BackendError: see :func:`tensorrt` and :func:`check_version`.
     """
     module = tensorrt()
+    check_version(str(module.__version__))
     import tensorrt.plugin as plugin
 
     from fixedstate.plugins import quick

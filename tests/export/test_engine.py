@@ -362,6 +362,11 @@ def test_no_package(bundle: Bundle, tmp_path: Path) -> None:
     assert left(tmp_path) == []
 
 
+def _hears_interrupts() -> None:
+    """A job in the background ignores Ctrl-C, and so would its children."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def test_interrupt_ends_the_build_and_leaves_nothing(
     bundle: Bundle, tmp_path: Path, monkeypatch
 ) -> None:
@@ -371,7 +376,12 @@ def test_interrupt_ends_the_build_and_leaves_nothing(
     command = [sys.executable, "-m", "fixedstate", "build", str(bundle.path), "-o", "my.engine"]
     command += ["--target", "tensorrt", "--compute-capability", "9.0", "--precision", "fp32"]
     with subprocess.Popen(
-        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=_hears_interrupts,
     ) as parent:
         deadline = time.monotonic() + 60
         while not (record.exists() and "build_serialized" in record.read_text()):

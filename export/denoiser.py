@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from fixedstate.errors import ExportError
 from fixedstate.export.attention import attention
 from fixedstate.export.heads import head_values
+from fixedstate.export.islands import is_island
 from fixedstate.export.layers import ACTIVATIONS, layer_norm, linear, rms_norm
 from fixedstate.export.linear_attention import linear_attention
 from fixedstate.export.mamba1 import mamba1
 from fixedstate.export.mamba2 import mamba2
 from fixedstate.export.passinfo import PassInfo, tokens_at
-from fixedstate.export.stored import TORCH_DTYPES, is_island, stored
+from fixedstate.export.stored import TORCH_DTYPES, stored
 from fixedstate.plugins.torch_ops import PLAIN, BlockOps, wide
 from fixedstate.ports import Port
 from fixedstate.spec import LayerSpec, ModelSpec

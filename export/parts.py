@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from fixedstate.export.denoiser import Denoiser, Passed, State
+from fixedstate.export.islands import is_island
 from fixedstate.export.passinfo import PassInfo
-from fixedstate.export.stored import TORCH_DTYPES, is_island
+from fixedstate.export.stored import TORCH_DTYPES
 from fixedstate.plugins.torch_ops import PLAIN, BlockOps
 from fixedstate.ports import Port
 from fixedstate.spec import LayerSpec, ModelSpec

@@ -34,6 +34,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common
 
+from fixedstate import state as states
 from fixedstate.bundle import MANIFEST, WEIGHTS, Bundle, Graph, sha256_of, umask, write_atomic
 from fixedstate.errors import BackendError, ParityError, UsageError
 from fixedstate.export.passes import (
@@ -54,7 +55,7 @@ from fixedstate.runtime.ort import open_sessions
 from fixedstate.spec import ModelSpec
 from fixedstate.state import Precision, StateSpec, graph_ports, split_role
 
-PRECISIONS = {"fp16": "float16", "bf16": "bfloat16"}
+PRECISIONS = {name: states.PRECISIONS[name] for name in ("fp16", "bf16")}
 """Io dtype of every precision that a float32 graph can be converted to."""
 
 CHECKED_BLOCKS = 4

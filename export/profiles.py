@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 from fixedstate.bundle import Bundle, Graph
 from fixedstate.errors import BackendError, FixedStateError, UsageError
 from fixedstate.export.activations import activation_bytes, inner_tensors, tokens_of
+from fixedstate.export.islands import is_island
 from fixedstate.export.pluginuse import MODES, PluginNeed, Verdict, judge, need
 from fixedstate.export.targets import (
     CAPABILITIES,
     FLAGS,
-    PRECISIONS,
     RTX,
     TARGETS,
     capabilities_of,
@@ -33,7 +33,7 @@ from fixedstate.export.targets import (
 from fixedstate.ports import DTYPES, Port
 from fixedstate.runtime import memory
 from fixedstate.spec import ModelSpec
-from fixedstate.state import Precision, StateSpec, graph_ports, split_role
+from fixedstate.state import PRECISIONS, Precision, StateSpec, graph_ports, split_role
 
 if TYPE_CHECKING:
     from fixedstate.export.graphfacts import GraphFacts, Weight
@@ -43,11 +43,6 @@ LARGEST = 2**31 - 1
 
 _RANGE = re.compile(r"([0-9]{1,20})(?::([0-9]{1,20}):([0-9]{1,20}))?", re.ASCII)
 _OPTIONS = {"B": "--batch", "n": "--blocks", "m": "--blocks", "C": "--capacity", "T": "--capacity"}
-
-ISLANDS = ("norm.weight", "norm.bias", "dt_bias", "dt_proj.bias", "A", "A_log", "D", "_gate")
-"""How the names of weights end that stay float32 whatever the io dtype (as the exporter's rule in
-:mod:`fixedstate.export.stored`, which needs PyTorch)."""
-
 
 _NARROW = {"float8e4m3fn": 8, "float8e5m2": 8, "int4": 4, "uint4": 4, "float4e2m1": 4}  # bits
 
@@ -701,7 +696,7 @@ def _verdict(request: BuildRequest) -> Verdict | None:
 def _weight_bytes(weight: Weight, request: BuildRequest) -> int:
     """At the engine's precision, which islands do not follow."""
     dtype = weight.dtype
-    island = weight.name.endswith(ISLANDS) or weight.layer in request.fp32_layers
+    island = is_island(weight.name) or weight.layer in request.fp32_layers
     if dtype == "float32" and not island:
         dtype = request.io
     bits = _NARROW.get(dtype) or 8 * DTYPES.get(dtype, 8)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fixedstate.errors import ExportError
+from fixedstate.export.islands import is_island
 from fixedstate.state import Precision
 
 TORCH_DTYPES = {
@@ -29,7 +30,6 @@ _EXPONENTS = {
 }
 """The integer of a float's size, and the bits of its exponent."""
 
-_ISLANDS = ("norm.weight", "norm.bias", "dt_bias", "dt_proj.bias", "A", "A_log", "D", "_gate")
 _TURNED = ("_proj.weight", "head.weight")
 _CONV = "conv1d.weight"
 
@@ -53,11 +53,6 @@ class Stored:
 
     source: str
     make: Callable[[Tensor, torch.dtype], Tensor]
-
-
-def is_island(name: str) -> bool:
-    """Whether a tensor stays float32 whatever the io dtype: norms, steps, decays, skips, gates."""
-    return name.endswith(_ISLANDS)
 
 
 def stored(names: Iterable[str]) -> dict[str, Stored]:

@@ -13,9 +13,6 @@ ENTERPRISE = "tensorrt"
 TARGETS = (RTX, ENTERPRISE)
 """Products an engine can be built with."""
 
-PRECISIONS = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
-"""Io dtype of each precision."""
-
 CAPABILITIES: dict[str, tuple[str, tuple[str, ...]]] = {
     "7.5": ("Turing", TARGETS),
     "8.0": ("Ampere, data centre", TARGETS),

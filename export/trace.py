@@ -31,7 +31,7 @@ from fixedstate.export.denoiser import BlockModel, Denoiser, RoleGraph
 from fixedstate.export.passes import valueless
 from fixedstate.export.simplify import simplify
 from fixedstate.export.weights import tensor_shapes
-from fixedstate.plugins.schema import DOMAIN, FLOAT32_INPUTS, OPS, OPSET, VERSION
+from fixedstate.plugins.schema import DOMAIN, OPS, OPSET, VERSION, OpPort
 from fixedstate.ports import Port
 from fixedstate.spec import ModelSpec
 
@@ -51,9 +51,9 @@ def _register_schemas() -> None:
         if defs.has(op.name, DOMAIN):
             continue
         formal = defs.OpSchema.FormalParameter
-        inputs = [formal(name, _formal_type(name)) for name in op.input_names]
-        outputs = [formal(name, _formal_type(name)) for name in op.output_names]
-        used = {_formal_type(name) for name in (*op.input_names, *op.output_names)} & {"T", "S"}
+        inputs = [formal(port.name, _formal_type(port)) for port in op.inputs]
+        outputs = [formal(port.name, _formal_type(port)) for port in op.outputs]
+        used = {_formal_type(port) for port in op.ports} & {"T", "S"}
         defs.register_schema(
             defs.OpSchema(
                 op.name,
@@ -75,11 +75,11 @@ def _register_schemas() -> None:
         )
 
 
-def _formal_type(name: str) -> str:
+def _formal_type(port: OpPort) -> str:
     """T follows the io dtype, S is the state's own dtype, the rest are fixed."""
-    if name in FLOAT32_INPUTS:
-        return "tensor(float)"
-    return {"state": "S", "new_state": "S", "length": "tensor(int64)"}.get(name, "T")
+    if port.name in ("state", "new_state"):
+        return "S"
+    return {"io": "T", "float32": "tensor(float)", "int64": "tensor(int64)"}[port.dtype]
 
 
 def _translations(block_len: int) -> dict[Callable[..., Any], Callable[..., Any]]:

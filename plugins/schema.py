@@ -624,6 +624,3 @@ OPS: dict[str, KernelSpec] = {
     )
 }
 """Every operator by name. Math and shapes: :mod:`fixedstate.plugins.reference`."""
-
-FLOAT32_INPUTS = ("dt", "a", "d")
-"""Inputs that are float32 whatever the io dtype."""

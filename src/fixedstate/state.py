@@ -30,7 +30,11 @@ TOP_K = 8
 _PREFIXES = {"committed": ("past_", "present_"), "step": ("step_in_", "step_out_")}
 _KINDS = ("conv", "ssm", "norm", "key", "value", "soft_embedding")
 _UPDATES = ("swap", "append")
-_SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+
+PRECISIONS = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+"""Io dtype of each precision."""
+
+_SHORT = {dtype: name for name, dtype in PRECISIONS.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -431,7 +431,7 @@ def test_weights_of_a_conversion_are_those_of_the_export(wide) -> None:
 
 
 def test_islands_are_the_exporter_s() -> None:
-    assert set(profiles.ISLANDS) == set(stored._ISLANDS)
+    assert profiles.is_island is stored.is_island
 
 
 # --- kernels or bodies ----------------------------------------------------------------------------

@@ -6,6 +6,7 @@ This module mutates: :class:`StateBuffers` owns every array that lives from pass
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 import numpy as np
@@ -17,7 +18,172 @@ from fixedstate.state import StatePort, StateSpec
 LEAST_CAPACITY = 256  # columns of a key or value buffer at first
 
 
-class StateBuffers:
+class RowBuffers(ABC):
+    """What is kept of rows beside the memory of their state, wherever that lies.
+
+    A row is live in one of the two buffers of each pair; ports of scope ``step`` have pairs of
+    their own, which trade places at every denoise pass and start anew with every block.
+
+    Args:
+        state: What is carried.
+        slots: Rows.
+        block_len: L, in tokens.
+        limit: Committed tokens per row at most; None for no limit.
+        last_logits: Width of the logits of each row's last committed token, where the model
+            predicts the next position; 0 where it does not.
+    """
+
+    def __init__(
+        self, state: StateSpec, slots: int, block_len: int, limit: int | None, last_logits: int
+    ) -> None:
+        self.state = state
+        self.slots = slots
+        self.limit = limit
+        self.capacity = 0
+        self.past_length: Array = np.zeros(slots, np.int64)
+        self.last_logits: Array = np.zeros((slots, last_logits), np.float32)
+        self._block_len = block_len
+        self._side: Array = np.zeros(slots, np.int64)
+        self._step_side: Array = np.zeros(slots, np.int64)
+
+    @abstractmethod
+    def _capacity_for(self, need: int) -> int:
+        """Columns to allocate for rows of that many tokens."""
+
+    @abstractmethod
+    def _grow(self, capacity: int) -> None:
+        """All or nothing: a failed allocation leaves every buffer as it was."""
+
+    @abstractmethod
+    def _clear(self, row: int) -> None:
+        """Give the swap ports of a row their reset value."""
+
+    @abstractmethod
+    def _put_row(self, row: int, arrays: Mapping[str, Array], past_length: int) -> None:
+        """Write every committed port of a row, in append ports its first columns."""
+
+    @abstractmethod
+    def begin_block(self, row: int) -> None:
+        """Give the ports of scope ``step`` the value they have before a block's first pass."""
+
+    # --- passes
+
+    def advance_step(self, rows: int, first: int = 0) -> None:
+        """Take over what a denoise pass wrote to the ports of scope ``step``."""
+        ran = slice(first, first + rows)
+        self._step_side[ran] = 1 - self._step_side[ran]
+
+    def reserve(self, rows: int, commit_length: Array, first: int = 0, width: int = 0) -> bool:
+        """Make room for a commit, before its pass; True where buffers moved.
+
+        Args:
+            rows: k.
+            commit_length: (k,) tokens that come to each row.
+            first: The first row.
+            width: Tokens of the pass, where it writes all of them behind each row.
+
+        Raises:
+            CapacityError: with capacity and need; nothing was changed.
+        """
+        past = self.past_length[first : first + rows]
+        needs = past + commit_length
+        need = int(needs.max())
+        if self.limit is not None and need > self.limit:
+            row = int(needs.argmax())
+            raise CapacityError(
+                f"row {first + row} holds {past[row]} committed tokens and {commit_length[row]} "
+                f"more need room for {need}; the limit is {self.limit}"
+            )
+        return self._make_room(max(need, int(past.max()) + width))
+
+    def _make_room(self, need: int) -> bool:
+        if not self.state.appended or need <= self.capacity:
+            return False
+        self._grow(self._capacity_for(need))
+        return True
+
+    def _advance(
+        self, rows: int, commit_length: Array, last_logits: Array | None, first: int
+    ) -> None:
+        """Swap the pairs of rows that ran and move past_length.
+
+        Rows that committed anything begin a new block; the others keep their ``last_logits``.
+        """
+        for row in np.flatnonzero(commit_length).tolist():
+            self.begin_block(first + row)
+            if last_logits is not None:
+                self.last_logits[first + row] = last_logits[row]
+        ran = slice(first, first + rows)
+        self._side[ran] = 1 - self._side[ran]
+        self.past_length[ran] += commit_length
+
+    # --- rows
+
+    def reset(self, row: int) -> None:
+        """Give a row the state it has before its first token."""
+        self._clear(row)
+        self.begin_block(row)
+        self.last_logits[row] = 0
+        self.past_length[row] = 0
+
+    def write(
+        self,
+        row: int,
+        arrays: Mapping[str, Array],
+        past_length: int,
+        last_logits: Array | None = None,
+    ) -> None:
+        """Give a row a state that ``read`` returned, from here or elsewhere; a block begins.
+
+        Args:
+            row: The slot.
+            arrays: Every committed port by suffix.
+            past_length: Its committed tokens.
+            last_logits: (V,) float32 of the last of them, where the model predicts the next
+                position; zeros if not given before the first token.
+
+        Raises:
+            StateError: where names, shapes or dtypes do not fit; nothing was changed.
+            CapacityError: where it does not fit the limit; nothing was changed.
+        """
+        check_arrays(self.state, arrays, past_length)
+        self._check_last_logits(past_length, last_logits)
+        if self.limit is not None and past_length > self.limit:
+            raise CapacityError(
+                f"row {row} needs room for {past_length} tokens; the limit is {self.limit}"
+            )
+        self._make_room(past_length)
+        self._put_row(row, arrays, past_length)
+        self.last_logits[row] = 0 if last_logits is None else last_logits
+        self.begin_block(row)
+        self.past_length[row] = past_length
+
+    def _check_last_logits(self, past_length: int, last_logits: Array | None) -> None:
+        width = self.last_logits.shape[1]
+        if last_logits is None:
+            fits = not (width and past_length)
+        else:
+            fits = last_logits.shape == (width,) and last_logits.dtype == np.float32
+        if not fits:
+            given = "no" if last_logits is None else f"{last_logits.dtype} {last_logits.shape}"
+            raise StateError(
+                f"{given} last_logits of {past_length} tokens; expected float32 {(width,)}: take "
+                "them with the state"
+            )
+
+    # --- reports
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one row's constant-size state."""
+        return self.state.state_bytes()
+
+    def kv_bytes(self, past_length: int) -> int:
+        """Bytes of the keys and values of that many committed tokens of one row."""
+        return self.state.kv_bytes_per_token() * past_length
+
+
+class StateBuffers(RowBuffers):
     """State of `slots` rows; rows 0..k-1 are the leading slice that a batch of k runs on.
 
     Swap ports have two buffers that trade places at a commit. Append ports have one, whose
@@ -48,15 +214,9 @@ class StateBuffers:
         limit: int | None = None,
         last_logits: int = 0,
     ) -> None:
-        self.state = state
-        self.slots = slots
-        self.limit = limit
-        self.past_length: Array = np.zeros(slots, np.int64)
-        self._block_len = block_len
-        self.capacity = self._capacity_for(capacity) if state.appended else 0
-        self._side: Array = np.zeros(slots, np.int64)
-        self._step_side: Array = np.zeros(slots, np.int64)
-        self.last_logits: Array = np.zeros((slots, last_logits), np.float32)
+        super().__init__(state, slots, block_len, limit, last_logits)
+        if state.appended:
+            self.capacity = self._capacity_for(capacity)
         self._pairs = {port.suffix: self._allocate_pair(port) for port in state.swapped}
         self._steps = {port.suffix: self._allocate_pair(port) for port in state.stepped}
         self._columns = {port.suffix: self._allocate(port) for port in state.appended}
@@ -104,36 +264,12 @@ class StateBuffers:
 
     # --- a denoise pass
 
-    def advance_step(self, rows: int, first: int = 0) -> None:
-        """Take over what a denoise pass wrote to the ports of scope ``step``."""
-        ran = slice(first, first + rows)
-        self._step_side[ran] = 1 - self._step_side[ran]
-
     def begin_block(self, row: int) -> None:
         """Give the ports of scope ``step`` the value they have before a block's first pass."""
         for port in self.state.stepped:
             self._steps[port.suffix][self._step_side[row]][row] = port.reset
 
     # --- a commit
-
-    def reserve(self, rows: int, commit_length: Array, first: int = 0) -> bool:
-        """Make room for a commit, before its pass; True where buffers moved.
-
-        Raises:
-            CapacityError: with capacity and need; nothing was changed.
-        """
-        needs = self.past_length[first : first + rows] + commit_length
-        need = int(needs.max())
-        if self.limit is not None and need > self.limit:
-            row = int(needs.argmax())
-            raise CapacityError(
-                f"row {first + row} holds {self.past_length[first + row]} committed tokens and "
-                f"{commit_length[row]} more need room for {need}; the limit is {self.limit}"
-            )
-        if not self._columns or need <= self.capacity:
-            return False
-        self._grow(self._capacity_for(need))
-        return True
 
     def _grow(self, capacity: int) -> None:
         """All or nothing: a failed allocation leaves every buffer as it was."""
@@ -167,28 +303,18 @@ class StateBuffers:
             first: The first row.
         """
         moved = np.flatnonzero(commit_length).tolist()
-        for row in moved:
-            self.begin_block(first + row)
-            if last_logits is not None:
-                self.last_logits[first + row] = last_logits[row]
         for suffix, new in columns.items():
             target = self._columns[suffix]
             for row in moved:
                 start, count = self.past_length[first + row], commit_length[row]
                 target[first + row, :, start : start + count] = new[row, :, :count]
-        ran = slice(first, first + rows)
-        self._side[ran] = 1 - self._side[ran]
-        self.past_length[ran] += commit_length
+        self._advance(rows, commit_length, last_logits, first)
 
     # --- rows
 
-    def reset(self, row: int) -> None:
-        """Give a row the state it has before its first token."""
+    def _clear(self, row: int) -> None:
         for port in self.state.swapped:
             self._pairs[port.suffix][self._side[row]][row] = port.reset
-        self.begin_block(row)
-        self.last_logits[row] = 0
-        self.past_length[row] = 0
 
     def move(self, source: int, target: int) -> None:
         """Copy a row's state over another row."""
@@ -230,57 +356,11 @@ class StateBuffers:
         """A copy of a row's committed state by suffix; append ports hold their used columns."""
         return {suffix: array.copy() for suffix, array in self.views(row).items()}
 
-    def write(
-        self,
-        row: int,
-        arrays: Mapping[str, Array],
-        past_length: int,
-        last_logits: Array | None = None,
-    ) -> None:
-        """Give a row a state that :meth:`read` returned, from here or elsewhere; a block begins.
-
-        Args:
-            row: The slot.
-            arrays: Every committed port by suffix.
-            past_length: Its committed tokens.
-            last_logits: (V,) float32 of the last of them, where the model predicts the next
-                position; zeros if not given before the first token.
-
-        Raises:
-            StateError: where names, shapes or dtypes do not fit; nothing was changed.
-            CapacityError: where it does not fit the limit; nothing was changed.
-        """
-        check_arrays(self.state, arrays, past_length)
-        self._check_last_logits(past_length, last_logits)
-        self._make_room(row, past_length)
+    def _put_row(self, row: int, arrays: Mapping[str, Array], past_length: int) -> None:
         for suffix, pair in self._pairs.items():
             pair[self._side[row]][row] = arrays[suffix]
         for suffix, array in self._columns.items():
             array[row, :, :past_length] = arrays[suffix]
-        self.last_logits[row] = 0 if last_logits is None else last_logits
-        self.begin_block(row)
-        self.past_length[row] = past_length
-
-    def _check_last_logits(self, past_length: int, last_logits: Array | None) -> None:
-        width = self.last_logits.shape[1]
-        if last_logits is None:
-            fits = not (width and past_length)
-        else:
-            fits = last_logits.shape == (width,) and last_logits.dtype == np.float32
-        if not fits:
-            given = "no" if last_logits is None else f"{last_logits.dtype} {last_logits.shape}"
-            raise StateError(
-                f"{given} last_logits of {past_length} tokens; expected float32 {(width,)}: take "
-                "them with the state"
-            )
-
-    def _make_room(self, row: int, need: int) -> None:
-        if self.limit is not None and need > self.limit:
-            raise CapacityError(
-                f"row {row} needs room for {need} tokens; the limit is {self.limit}"
-            )
-        if self._columns and need > self.capacity:
-            self._grow(self._capacity_for(need))
 
     def scribble(self, row: int, rng: np.random.Generator, *, behind: bool) -> None:
         """Fill a row with finite garbage; with `behind`, only the columns no token was put in."""
@@ -300,15 +380,6 @@ class StateBuffers:
         pairs = {**self._pairs, **self._steps}
         out = {suffix: pair[0].nbytes + pair[1].nbytes for suffix, pair in pairs.items()}
         return out | {suffix: array.nbytes for suffix, array in self._columns.items()}
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of one row's constant-size state."""
-        return self.state.state_bytes()
-
-    def kv_bytes(self, past_length: int) -> int:
-        """Bytes of the keys and values of that many committed tokens of one row."""
-        return self.state.kv_bytes_per_token() * past_length
 
     def hash(self) -> dict[str, str]:
         """A digest of every live committed byte by suffix, and of past_length, over all rows."""

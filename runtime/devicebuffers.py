@@ -12,15 +12,15 @@ from collections.abc import Callable, Collection, Mapping
 
 import numpy as np
 
-from fixedstate.errors import BackendError, CapacityError, StateError
+from fixedstate.errors import BackendError, CapacityError
 from fixedstate.plugins.driver import Memory, Stream
 from fixedstate.ports import DTYPES, Array, numpy_dtype
-from fixedstate.runtime.buffers import check_arrays, columns_for
+from fixedstate.runtime.buffers import RowBuffers, columns_for
 from fixedstate.runtime.devicememory import ALIGNMENT, DeviceDriver
 from fixedstate.state import StatePort, StateSpec
 
 
-class DeviceBuffers:
+class DeviceBuffers(RowBuffers):
     """State of `slots` rows in device memory, allocated once; only keys and values grow.
 
     All copies are put into one stream, in which the passes run as well; what comes to the host has
@@ -61,17 +61,9 @@ class DeviceBuffers:
     ) -> None:
         self._driver = driver
         self._stream = stream
-        self.state = state
-        self.slots = slots
-        self.limit = limit
-        self.past_length: Array = np.zeros(slots, np.int64)
-        self._block_len = block_len
+        super().__init__(state, slots, block_len, limit, last_logits)
         self._bounds = columns
         self.on_move: Callable[[], None] = lambda: None
-        self.capacity = 0
-        self._side: Array = np.zeros(slots, np.int64)
-        self._step_side: Array = np.zeros(slots, np.int64)
-        self.last_logits: Array = np.zeros((slots, last_logits), np.float32)
         self._all: list[Memory] = []
         try:
             if state.appended:
@@ -215,44 +207,12 @@ class DeviceBuffers:
                     self._copy_row(port, (side, row), (1 - side, row))
                 sides[row] = 1 - side
 
-    # --- a denoise pass
-
-    def advance_step(self, rows: int, first: int = 0) -> None:
-        """Take over what a denoise pass wrote to the ports of scope ``step``."""
-        ran = slice(first, first + rows)
-        self._step_side[ran] = 1 - self._step_side[ran]
-
     def begin_block(self, row: int) -> None:
         """Give the ports of scope ``step`` the value they have before a block's first pass."""
         for port in self.state.stepped:
             self._fill_row(port, self._pairs[port.suffix][int(self._step_side[row])], row)
 
     # --- a commit
-
-    def reserve(self, rows: int, commit_length: Array, first: int = 0, width: int = 0) -> None:
-        """Make room for a commit, before its pass.
-
-        Args:
-            rows: k.
-            commit_length: (k,) tokens that come to each row.
-            first: The first row.
-            width: Tokens of the pass, where it writes all of them behind each row.
-
-        Raises:
-            CapacityError: with capacity and need; nothing was changed.
-        """
-        past = self.past_length[first : first + rows]
-        needs = past + commit_length
-        need = int(needs.max())
-        if self.limit is not None and need > self.limit:
-            row = int(needs.argmax())
-            raise CapacityError(
-                f"row {first + row} holds {past[row]} committed tokens and {commit_length[row]} "
-                f"more need room for {need}; the limit is {self.limit}"
-            )
-        need = max(need, int(past.max()) + width)
-        if self._columns and need > self.capacity:
-            self._grow(self._capacity_for(need))
 
     def _grow(self, capacity: int) -> None:
         """All or nothing: a failed allocation leaves every buffer as it was."""
@@ -316,23 +276,13 @@ class DeviceBuffers:
 
         Rows that committed anything begin a new block; the others keep their ``last_logits``.
         """
-        for row in np.flatnonzero(commit_length).tolist():
-            self.begin_block(first + row)
-            if last_logits is not None:
-                self.last_logits[first + row] = last_logits[row]
-        ran = slice(first, first + rows)
-        self._side[ran] = 1 - self._side[ran]
-        self.past_length[ran] += commit_length
+        self._advance(rows, commit_length, last_logits, first)
 
     # --- rows
 
-    def reset(self, row: int) -> None:
-        """Give a row the state it has before its first token."""
+    def _clear(self, row: int) -> None:
         for port in self.state.swapped:
             self._fill_row(port, self._pairs[port.suffix][int(self._side[row])], row)
-        self.begin_block(row)
-        self.last_logits[row] = 0
-        self.past_length[row] = 0
 
     def move(self, source: int, target: int) -> None:
         """Copy a row's state over another row."""
@@ -406,32 +356,9 @@ class DeviceBuffers:
         self._stream.synchronize()
         return found
 
-    def write(
-        self,
-        row: int,
-        arrays: Mapping[str, Array],
-        past_length: int,
-        last_logits: Array | None = None,
-    ) -> None:
-        """Give a row a state that :meth:`read` returned, from here or elsewhere; a block begins.
-
-        Raises:
-            StateError: where names, shapes or dtypes do not fit; nothing was changed.
-            CapacityError: where it does not fit the limit; nothing was changed.
-        """
-        check_arrays(self.state, arrays, past_length)
-        self._check_last_logits(past_length, last_logits)
-        if self.limit is not None and past_length > self.limit:
-            raise CapacityError(
-                f"row {row} needs room for {past_length} tokens; the limit is {self.limit}"
-            )
-        if self._columns and past_length > self.capacity:
-            self._grow(self._capacity_for(past_length))
+    def _put_row(self, row: int, arrays: Mapping[str, Array], past_length: int) -> None:
         for port in self.state.committed:
             self._put(port, row, arrays[port.suffix], past_length)
-        self.last_logits[row] = 0 if last_logits is None else last_logits
-        self.begin_block(row)
-        self.past_length[row] = past_length
 
     def _put(self, port: StatePort, row: int, values: Array, used: int, side: int = -1) -> None:
         """Write a row from the host; in append ports its first columns."""
@@ -447,19 +374,6 @@ class DeviceBuffers:
             target = self._row(port, int(sides[row]) if side < 0 else side, row)
         self._driver.copy_lines(target, pitch, array, width, width, lines, self._stream)
         self._stream.synchronize()  # the array may be gone when this returns
-
-    def _check_last_logits(self, past_length: int, last_logits: Array | None) -> None:
-        width = self.last_logits.shape[1]
-        if last_logits is None:
-            fits = not (width and past_length)
-        else:
-            fits = last_logits.shape == (width,) and last_logits.dtype == np.float32
-        if not fits:
-            given = "no" if last_logits is None else f"{last_logits.dtype} {last_logits.shape}"
-            raise StateError(
-                f"{given} last_logits of {past_length} tokens; expected float32 {(width,)}: take "
-                "them with the state"
-            )
 
     def scribble(self, row: int, rng: np.random.Generator, *, behind: bool) -> None:
         """Fill a row with finite garbage; with `behind`, only the columns no token was put in."""
@@ -484,15 +398,6 @@ class DeviceBuffers:
         for suffix, pair in self._pairs.items():
             out[suffix] = sum(memory.nbytes for memory in set(pair))
         return out | {suffix: memory.nbytes for suffix, memory in self._columns.items()}
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of one row's constant-size state."""
-        return self.state.state_bytes()
-
-    def kv_bytes(self, past_length: int) -> int:
-        """Bytes of the keys and values of that many committed tokens of one row."""
-        return self.state.kv_bytes_per_token() * past_length
 
     def hash(self) -> dict[str, str]:
         """A digest of every live committed byte by suffix, and of past_length, over all rows."""

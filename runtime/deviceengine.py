@@ -23,10 +23,10 @@ from fixedstate.plugins.driver import Stream
 from fixedstate.ports import Array, Port, numpy_dtype
 from fixedstate.runtime.devicebuffers import DeviceBuffers
 from fixedstate.runtime.devicememory import DeviceDriver, Scratch
-from fixedstate.runtime.engine import check_commit, check_denoise, check_places
+from fixedstate.runtime.engine import PassEngine, check_commit, check_denoise
 from fixedstate.runtime.enginefile import Plan
 from fixedstate.spec import ModelSpec
-from fixedstate.state import StatePort, StateSpec, head_ports, head_role, split_role, top_k_of
+from fixedstate.state import StatePort, StateSpec, head_ports, top_k_of
 
 KEPT_PASSES = 64
 """Passes of one shape over the same slots that are kept, each a context and a CUDA graph."""
@@ -105,7 +105,7 @@ class _Ran:
     last_logits: Array | None
 
 
-class DeviceEngine:
+class DeviceEngine(PassEngine):
     """State on a device and the passes over it; see :class:`fixedstate.runtime.engine.Engine`.
 
     For every role, rows, blocks and side of the pairs there is a pass of its own: an execution
@@ -140,7 +140,9 @@ class DeviceEngine:
         UsageError: for more slots than the engine was built for.
     """
 
-    whole_blocks = True
+    buffers: DeviceBuffers
+    _part, _holder, _verb = "plan", "engine", "build"
+    _fusing = "build the engine with that role"
 
     def __init__(
         self,
@@ -156,18 +158,10 @@ class DeviceEngine:
         provider: str = "device",
         graphs: bool = True,
     ) -> None:
-        if slots < 1:
-            raise UsageError(f"slots must be 1 or more; got {slots}")
-        self.spec = spec
-        self.weights = weights
+        super().__init__(spec, slots, weights)
         self.provider = provider
-        self.roles = tuple(sorted(roles))
         self.returned_bytes = self.sent_bytes = 0
-        self.head = _head_of(roles)
-        self._roles = {role: _pick(roles, role, self.head) for role in ("denoise", "commit")}
-        self.fuses = head_role("commit_denoise", self.head) in roles
-        if self.fuses:
-            self._roles["commit_denoise"] = roles[head_role("commit_denoise", self.head)]
+        self._roles = self._serve(roles)
         plans = [role.plan for role in self._roles.values()]
         _check_slots(plans, slots)
         columns = _columns(plans)
@@ -208,31 +202,6 @@ class DeviceEngine:
     # --- what it is
 
     @property
-    def state(self) -> StateSpec:
-        """What is carried."""
-        return self.buffers.state
-
-    @property
-    def slots(self) -> int:
-        """Rows at most."""
-        return self.buffers.slots
-
-    @property
-    def limit(self) -> int | None:
-        """Committed tokens per row at most; with attention never more than the profiles take."""
-        return self.buffers.limit
-
-    @property
-    def past_length(self) -> Array:
-        """(slots,) int64, committed tokens per row; not to be written."""
-        return self.buffers.past_length
-
-    @property
-    def last_logits(self) -> Array:
-        """(slots, V) float32 logits of each row's last committed token."""
-        return self.buffers.last_logits
-
-    @property
     def top_k(self) -> int:
         """Tokens that the head ``top_k`` gives."""
         return top_k_of(self._roles["denoise"].plan.outputs)
@@ -249,36 +218,7 @@ class DeviceEngine:
             _named(key): b.work.uncaptured for key, b in self._passes.items() if b.work.uncaptured
         }
 
-    def state_bytes(self) -> int:
-        """Bytes of one row's constant-size state."""
-        return self.buffers.state_bytes
-
-    def kv_bytes(self, past_length: int) -> int:
-        """Bytes of the keys and values of that many committed tokens of one row."""
-        return self.buffers.kv_bytes(past_length)
-
     # --- passes
-
-    def denoise(self, ids: Array, first: int = 0) -> Array:
-        """Logits of a block behind each row's committed tokens; commits nothing.
-
-        Args:
-            ids: (k, L) integers, mask ids where a slot is open.
-            first: Slot of the first row.
-
-        Returns:
-            (k, L, V) float32, valid until this thread's next pass.
-
-        Raises:
-            BackendError: where the plans give less than logits, or TensorRT fails.
-            UsageError: for ids of a wrong shape or value.
-        """
-        self._require_logits()
-        return self._denoise(ids, None, first)["logits"]
-
-    def denoise_at(self, ids: Array, places: Array, first: int = 0) -> dict[str, Array]:
-        """What a reduced head predicts at some positions; see :class:`HeadEngine`."""
-        return self._denoise(ids, places, first)
 
     def _denoise(self, ids: Array, places: Array | None, first: int) -> dict[str, Array]:
         ids = check_denoise(self.spec, self.slots, ids, first)
@@ -310,25 +250,7 @@ class DeviceEngine:
                 ran = self._run("commit", piece, first, counts, None)
                 self._take_over(ran, rows, counts, first)
 
-    def commit_denoise(self, ids: Array, first: int = 0) -> Array:
-        """Commit a block and give the logits of the next, in one pass; see :class:`Engine`.
-
-        Raises:
-            BackendError: where the fused plan is not loaded, or gives less than logits.
-        """
-        self._require_logits()
-        return self._commit_denoise(ids, None, first)["logits"]
-
-    def commit_denoise_at(self, ids: Array, places: Array, first: int = 0) -> dict[str, Array]:
-        """The same with what a reduced head predicts; see :class:`HeadEngine`."""
-        return self._commit_denoise(ids, places, first)
-
     def _commit_denoise(self, ids: Array, places: Array | None, first: int) -> dict[str, Array]:
-        if not self.fuses:
-            raise BackendError(
-                "the plan commit_denoise is not loaded: build the engine with that role, or commit "
-                "and denoise in two passes"
-            )
         ids = check_denoise(self.spec, self.slots, ids, first, blocks=2)
         rows = ids.shape[0]
         places = self._checked(rows, places)
@@ -368,24 +290,6 @@ class DeviceEngine:
                         self._run(role, ids, 0, 0, asked if role == "denoise" else None)
                 self.buffers.flip(rows)
             self.returned_bytes, self.sent_bytes = counted
-
-    def _require_logits(self) -> None:
-        if self.head != "logits":
-            raise BackendError(
-                f"the plans that are loaded give {self.head}, not all scores: load the engine "
-                "without a head"
-            )
-
-    def _checked(self, rows: int, places: Array | None) -> Array | None:
-        """Places for the plans that are loaded; BackendError where those take none."""
-        if places is None:
-            return None
-        if self.head == "logits":
-            raise BackendError(
-                "the plans that are loaded give all scores: load the engine with a head to ask for "
-                "less"
-            )
-        return check_places(self.spec, rows, places)
 
     def _reserve(self, role: str, rows: int, lengths: Array, first: int, width: int) -> None:
         """Room for a commit; where its columns are written in place, for all of the pass."""
@@ -629,25 +533,6 @@ def _named(key: tuple[Any, ...]) -> str:
     role, first, rows, blocks, asked, side, step_side = key
     return (
         f"{role} rows {first}..{first + rows - 1} blocks {blocks} R {asked} side {side}{step_side}"
-    )
-
-
-def _head_of(roles: Mapping[str, DeviceRole]) -> str:
-    """The reduced head that the plans have, if any."""
-    heads = sorted({split_role(role)[1] for role in roles} - {"logits"})
-    if len(heads) > 1:
-        raise BackendError(f"the heads {' and '.join(heads)} are both loaded: load one of them")
-    return heads[0] if heads else "logits"
-
-
-def _pick(roles: Mapping[str, DeviceRole], role: str, head: str) -> DeviceRole:
-    own = role if role == "commit" else head_role(role, head)
-    for name in (own, head_role("commit_denoise", head)):
-        if name in roles:
-            return roles[name]
-    raise BackendError(
-        f"the engine has no plan {own!r} (it has {', '.join(sorted(roles)) or 'none'}): build it "
-        "again with that role"
     )
 
 

@@ -5,19 +5,23 @@ This module mutates, through :class:`fixedstate.runtime.buffers.StateBuffers`.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 
 from fixedstate.errors import BackendError, UsageError
 from fixedstate.ports import Array, numpy_dtype
-from fixedstate.runtime.buffers import StateBuffers
+from fixedstate.runtime.buffers import RowBuffers, StateBuffers
 from fixedstate.runtime.session import Binding, Session
 from fixedstate.spec import ModelSpec
 from fixedstate.state import StateSpec, head_ports, head_role, split_role, top_k_of
+
+P = TypeVar("P")
+"""What serves a role."""
 
 KEPT_BINDINGS = 256  # passes of one shape over the same slots; each keeps some kilobytes
 
@@ -305,64 +309,76 @@ class _Scratch:
         return flat[:count].reshape(shape)
 
 
-class SessionEngine:
-    """The passes as sessions of a back end, on memory bound once per shape.
-
-    Bindings are made per role, rows, blocks n, capacity and side of the pairs, and the last
-    :data:`KEPT_BINDINGS` used are kept: a pass writes its ids into bound memory, runs, and swaps.
+class PassEngine(ABC):
+    """What engines of one graph per role share, wherever their state lies.
 
     Args:
         spec: The model.
-        state: What is carried.
-        sessions: By role; `commit_denoise` takes the place of `denoise` or `commit` where one is
-            missing, and with it blocks are committed and the next ones begun in one pass. With a
-            role of a reduced head, the roles of that head alone denoise.
         slots: Rows at most.
-        limit: Committed tokens per row at most; None for no limit.
-        capacity: Columns of keys and values at first.
         weights: Hash of the weights, which saved states are held against.
 
     Attributes:
-        roles: Roles of the sessions, sorted.
-
-    Raises:
-        BackendError: where a role is missing or a session's ports are not those of the state.
+        spec: The model.
+        weights: Hash of the weights.
+        roles: Roles that are loaded, sorted.
+        head: What the passes give; see :class:`Engine`.
+        fuses: Whether :meth:`commit_denoise` can be called.
+        buffers: The carried state.
     """
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        state: StateSpec,
-        sessions: Mapping[str, Session],
-        *,
-        slots: int = 1,
-        limit: int | None = None,
-        capacity: int = 0,
-        weights: str = "",
-    ) -> None:
+    whole_blocks = True
+    """Blocks are cut from a row's first token."""
+
+    roles: tuple[str, ...]
+    head: str
+    fuses: bool
+    buffers: RowBuffers
+
+    _part: ClassVar[str]
+    """What serves a role, in messages."""
+    _holder: ClassVar[str]
+    """What holds the parts."""
+    _verb: ClassVar[str]
+    """What has to be done again where a part is missing."""
+    _fusing: ClassVar[str]
+    """What has to be done for the fused part."""
+
+    def __init__(self, spec: ModelSpec, slots: int, weights: str) -> None:
         if slots < 1:
             raise UsageError(f"slots must be 1 or more; got {slots}")
-        self._spec = spec
+        self.spec = spec
         self.weights = weights
-        self.roles = tuple(sorted(sessions))
-        self._head = _head_of(sessions)
-        self._sessions = {role: _pick(sessions, role, self._head) for role in ("denoise", "commit")}
-        fused = head_role("commit_denoise", self._head)
-        self._fused = fused in sessions
-        if self._fused:
-            self._sessions["commit_denoise"] = sessions[fused]
-        width = spec.vocab_rows if spec.logit_shift else 0
-        self.buffers = StateBuffers(state, slots, spec.block_len, capacity, limit, width)
-        self._scratch = _Scratch()
-        self._bound: OrderedDict[tuple[Any, ...], _Bound] = OrderedDict()
-        self._ports = {port.past.name: port for port in state.ports}
-        self._presents = {port.present.name: port for port in state.ports}
-        self._given = [port.name for port in head_ports(spec, self._head)]
 
-    @property
-    def spec(self) -> ModelSpec:
-        """The model."""
-        return self._spec
+    def _serve(self, parts: Mapping[str, P]) -> dict[str, P]:
+        """The part that serves each pass, from those that are loaded by role.
+
+        ``commit_denoise`` takes the place of ``denoise`` or ``commit`` where one is missing.
+
+        Raises:
+            BackendError: for more than one head, or where a pass has no part.
+        """
+        self.roles = tuple(sorted(parts))
+        heads = sorted({split_role(role)[1] for role in parts} - {"logits"})
+        if len(heads) > 1:
+            raise BackendError(f"the heads {' and '.join(heads)} are both loaded: load one of them")
+        self.head = heads[0] if heads else "logits"
+        fused = head_role("commit_denoise", self.head)
+        serving: dict[str, P] = {}
+        for role in ("denoise", "commit"):
+            own = role if role == "commit" else head_role(role, self.head)
+            name = own if own in parts else fused
+            if name not in parts:
+                raise BackendError(
+                    f"the {self._holder} has no {self._part} {own!r} (it has "
+                    f"{', '.join(self.roles) or 'none'}): {self._verb} it again with that role"
+                )
+            serving[role] = parts[name]
+        self.fuses = fused in parts
+        if self.fuses:
+            serving["commit_denoise"] = parts[fused]
+        return serving
+
+    # --- what it is
 
     @property
     def state(self) -> StateSpec:
@@ -389,99 +405,156 @@ class SessionEngine:
         """(slots, V) float32 logits of each row's last committed token; see :class:`Engine`."""
         return self.buffers.last_logits
 
+    def state_bytes(self) -> int:
+        """Bytes of one row's constant-size state."""
+        return self.buffers.state_bytes
+
+    def kv_bytes(self, past_length: int) -> int:
+        """Bytes of the keys and values of that many committed tokens of one row."""
+        return self.buffers.kv_bytes(past_length)
+
+    # --- passes
+
+    @abstractmethod
+    def _denoise(self, ids: Array, places: Array | None, first: int) -> dict[str, Array]:
+        """A denoise pass; what it gives by port name."""
+
+    @abstractmethod
+    def _commit_denoise(self, ids: Array, places: Array | None, first: int) -> dict[str, Array]:
+        """A fused pass; what it gives by port name."""
+
+    def denoise(self, ids: Array, first: int = 0) -> Array:
+        """Logits of a block behind each row's committed tokens; see :class:`Engine`.
+
+        Raises:
+            BackendError: where what is loaded gives less than that, or the back end fails.
+        """
+        self._require_logits()
+        return self._denoise(ids, None, first)["logits"]
+
+    def denoise_at(self, ids: Array, places: Array, first: int = 0) -> dict[str, Array]:
+        """What a reduced head predicts at some positions; see :class:`HeadEngine`."""
+        return self._denoise(ids, places, first)
+
+    def commit_denoise(self, ids: Array, first: int = 0) -> Array:
+        """Commit a block and give the logits of the next, in one pass; see :class:`Engine`.
+
+        Raises:
+            BackendError: where the fused part is not loaded, or gives less than logits.
+        """
+        self._require_logits()
+        self._require_fused()
+        return self._commit_denoise(ids, None, first)["logits"]
+
+    def commit_denoise_at(self, ids: Array, places: Array, first: int = 0) -> dict[str, Array]:
+        """The same with what a reduced head predicts; see :class:`HeadEngine`."""
+        self._require_fused()
+        return self._commit_denoise(ids, places, first)
+
+    def _require_logits(self) -> None:
+        if self.head != "logits":
+            raise BackendError(
+                f"the {self._part}s that are loaded give {self.head}, not all scores: load the "
+                f"{self._holder} without a head"
+            )
+
+    def _require_fused(self) -> None:
+        if not self.fuses:
+            raise BackendError(
+                f"the {self._part} commit_denoise is not loaded: {self._fusing}, or commit and "
+                "denoise in two passes"
+            )
+
+    def _checked(self, rows: int, places: Array | None) -> Array | None:
+        """Places for what is loaded; BackendError where that takes none."""
+        if places is None:
+            return None
+        if self.head == "logits":
+            raise BackendError(
+                f"the {self._part}s that are loaded give all scores: load the {self._holder} with "
+                "a head to ask for less"
+            )
+        return check_places(self.spec, rows, places)
+
+
+class SessionEngine(PassEngine):
+    """The passes as sessions of a back end, on memory bound once per shape.
+
+    Bindings are made per role, rows, blocks n, capacity and side of the pairs, and the last
+    :data:`KEPT_BINDINGS` used are kept: a pass writes its ids into bound memory, runs, and swaps.
+
+    Args:
+        spec: The model.
+        state: What is carried.
+        sessions: By role; `commit_denoise` takes the place of `denoise` or `commit` where one is
+            missing, and with it blocks are committed and the next ones begun in one pass. With a
+            role of a reduced head, the roles of that head alone denoise.
+        slots: Rows at most.
+        limit: Committed tokens per row at most; None for no limit.
+        capacity: Columns of keys and values at first.
+        weights: Hash of the weights, which saved states are held against.
+
+    Attributes:
+        roles: Roles of the sessions, sorted.
+
+    Raises:
+        BackendError: where a role is missing or a session's ports are not those of the state.
+    """
+
+    buffers: StateBuffers
+    _part, _holder, _verb = "graph", "bundle", "export"
+    _fusing = "export the bundle with the fused graph"
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        state: StateSpec,
+        sessions: Mapping[str, Session],
+        *,
+        slots: int = 1,
+        limit: int | None = None,
+        capacity: int = 0,
+        weights: str = "",
+    ) -> None:
+        super().__init__(spec, slots, weights)
+        self._sessions = self._serve(sessions)
+        width = spec.vocab_rows if spec.logit_shift else 0
+        self.buffers = StateBuffers(state, slots, spec.block_len, capacity, limit, width)
+        self._scratch = _Scratch()
+        self._bound: OrderedDict[tuple[Any, ...], _Bound] = OrderedDict()
+        self._ports = {port.past.name: port for port in state.ports}
+        self._presents = {port.present.name: port for port in state.ports}
+        self._given = [port.name for port in head_ports(spec, self.head)]
+
     @property
     def provider(self) -> str:
         """What the passes really run on."""
         return self._sessions["denoise"].provider
 
     @property
-    def fuses(self) -> bool:
-        """Whether :meth:`commit_denoise` can be called."""
-        return self._fused
-
-    @property
-    def whole_blocks(self) -> bool:
-        """Blocks are cut from a row's first token."""
-        return True
-
-    @property
-    def head(self) -> str:
-        """What the passes give; see :class:`Engine`."""
-        return self._head
-
-    def denoise(self, ids: Array, first: int = 0) -> Array:
-        """Logits of a block behind each row's committed tokens; see :class:`Engine`.
-
-        Raises:
-            BackendError: where the graphs give less than that.
-        """
-        self._require_logits()
-        return self._denoise(ids, None, first)["logits"]
-
-    @property
     def top_k(self) -> int:
         """Tokens that the head ``top_k`` gives; see :class:`HeadEngine`."""
         return top_k_of(self._sessions["denoise"].outputs)
 
-    def denoise_at(self, ids: Array, places: Array, first: int = 0) -> dict[str, Array]:
-        """What a reduced head predicts at some positions; see :class:`HeadEngine`."""
-        return self._denoise(ids, places, first)
-
     def _denoise(self, ids: Array, places: Array | None, first: int) -> dict[str, Array]:
-        ids = check_denoise(self._spec, self.slots, ids, first)
+        ids = check_denoise(self.spec, self.slots, ids, first)
         rows = ids.shape[0]
         bound = self._run("denoise", ids, first, 0, self._checked(rows, places))
         self.buffers.advance_step(rows, first)
         return bound.given
 
-    def _require_logits(self) -> None:
-        if self._head != "logits":
-            raise BackendError(
-                f"the graphs that are loaded give {self._head}, not all scores: load the bundle "
-                "without a head"
-            )
-
-    def _checked(self, rows: int, places: Array | None) -> Array | None:
-        """Places for the graphs that are loaded; BackendError where those take none."""
-        if places is None:
-            return None
-        if self._head == "logits":
-            raise BackendError(
-                "the graphs that are loaded give all scores: load the bundle with a head to ask "
-                "for less"
-            )
-        return check_places(self._spec, rows, places)
-
     def commit(self, ids: Array, commit_length: Array, first: int = 0) -> None:
         """Carry clean tokens into each row's state; see :class:`Engine`."""
-        ids, lengths = check_commit(self._spec, self.slots, ids, commit_length, first)
+        ids, lengths = check_commit(self.spec, self.slots, ids, commit_length, first)
         rows = ids.shape[0]
         self._reserve(rows, lengths, first)
         bound = self._run("commit", ids, first, lengths)
         self.buffers.commit(rows, lengths, bound.columns, bound.last_logits, first)
 
-    def commit_denoise(self, ids: Array, first: int = 0) -> Array:
-        """Commit a block and give the logits of the next, in one pass; see :class:`Engine`.
-
-        Raises:
-            BackendError: where the fused graph is not loaded, or gives less than logits.
-        """
-        self._require_logits()
-        return self._commit_denoise(ids, None, first)["logits"]
-
-    def commit_denoise_at(self, ids: Array, places: Array, first: int = 0) -> dict[str, Array]:
-        """The same with what a reduced head predicts; see :class:`HeadEngine`."""
-        return self._commit_denoise(ids, places, first)
-
     def _commit_denoise(self, ids: Array, places: Array | None, first: int) -> dict[str, Array]:
-        if not self._fused:
-            raise BackendError(
-                "the graph commit_denoise is not loaded: export the bundle with the fused graph, "
-                "or commit and denoise in two passes"
-            )
-        ids = check_denoise(self._spec, self.slots, ids, first, blocks=2)
+        ids = check_denoise(self.spec, self.slots, ids, first, blocks=2)
         rows = ids.shape[0]
-        lengths = np.full(rows, self._spec.block_len, np.int64)
+        lengths = np.full(rows, self.spec.block_len, np.int64)
         self._reserve(rows, lengths, first)
         for row in range(first, first + rows):
             self.buffers.begin_block(row)  # the pass reads what the new block begins with
@@ -504,7 +577,7 @@ class SessionEngine:
     ) -> _Bound:
         """Run one pass on slots first..; what it wrote is not taken over yet."""
         asked = 1 if places is None else places.shape[1]
-        bound = self._bind(role, first, ids.shape[0], ids.shape[1] // self._spec.block_len, asked)
+        bound = self._bind(role, first, ids.shape[0], ids.shape[1] // self.spec.block_len, asked)
         np.copyto(bound.ids, ids)
         if bound.commit_length is not None:
             bound.commit_length[:] = commit_length
@@ -552,14 +625,6 @@ class SessionEngine:
         self.buffers.write(row, arrays, past_length, last_logits)
         if self.buffers.capacity != capacity:
             self._bound.clear()
-
-    def state_bytes(self) -> int:
-        """Bytes of one row's constant-size state."""
-        return self.buffers.state_bytes
-
-    def kv_bytes(self, past_length: int) -> int:
-        """Bytes of the keys and values of that many committed tokens of one row."""
-        return self.buffers.kv_bytes(past_length)
 
     def _bind(self, role: str, first: int, rows: int, blocks: int, asked: int) -> _Bound:
         sides = self.buffers.align(rows, first), self.buffers.align_step(rows, first)
@@ -614,27 +679,3 @@ class SessionEngine:
             last_logits=outputs.get("last_logits"),
             columns=columns,
         )
-
-
-def _head_of(sessions: Mapping[str, Session]) -> str:
-    """The reduced head that the sessions have, if any.
-
-    Raises:
-        BackendError: where they have more than one.
-    """
-    heads = sorted({split_role(role)[1] for role in sessions} - {"logits"})
-    if len(heads) > 1:
-        raise BackendError(f"the heads {' and '.join(heads)} are both loaded: load one of them")
-    return heads[0] if heads else "logits"
-
-
-def _pick(sessions: Mapping[str, Session], role: str, head: str) -> Session:
-    fused = head_role("commit_denoise", head)
-    own = role if role == "commit" else head_role(role, head)
-    for name in (own, fused):
-        if name in sessions:
-            return sessions[name]
-    raise BackendError(
-        f"the bundle has no graph {own!r} (it has {', '.join(sorted(sessions)) or 'none'}): "
-        "export it again with that role"
-    )

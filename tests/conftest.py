@@ -16,22 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 
 ROOT = Path(__file__).resolve().parent.parent
 REQUIRE_ALL = os.environ.get("REQUIRE_ALL") == "1"
 
-# How long a busy machine takes to draw an example says nothing about the code.
-SLOW = [HealthCheck.too_slow]
-settings.register_profile("dev", deadline=None, max_examples=50, suppress_health_check=SLOW)
+settings.register_profile("dev", deadline=None, max_examples=50)
 settings.register_profile(
-    "ci",
-    deadline=None,
-    max_examples=100,
-    derandomize=True,
-    print_blob=True,
-    database=None,
-    suppress_health_check=SLOW,
+    "ci", deadline=None, max_examples=100, derandomize=True, print_blob=True, database=None
 )
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
 

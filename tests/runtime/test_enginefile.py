@@ -213,8 +213,11 @@ def test_one_changed_byte_of_the_manifest_is_refused(made, place, bit):
         assert MANIFEST in refusal(made) or "schema" in refusal(made)
 
 
+# ONNX Runtime's first session sets flush-to-zero for its thread, where Hypothesis refuses to draw
+# subnormal numbers: whether one was opened before depends on which tests ran.
+FLOATS = st.floats(allow_subnormal=False)
 JUNK = st.recursive(
-    st.none() | st.booleans() | st.integers(-2, 2**40) | st.floats() | st.text(max_size=5),
+    st.none() | st.booleans() | st.integers(-2, 2**40) | FLOATS | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
     max_leaves=4,
 )
@@ -567,7 +570,8 @@ def test_what_no_profile_takes_is_named(made):
 HASHES = st.text("0123456789abcdef", min_size=64, max_size=64)
 WORDS = st.text(st.characters(codec="ascii", min_codepoint=33), min_size=1, max_size=8)
 NAMES = st.from_regex(r"[A-Za-z0-9_.-]{1,12}\.so", fullmatch=True)
-SCALARS = st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | WORDS
+FINITE = st.floats(allow_nan=False, allow_infinity=False, allow_subnormal=False)  # as FLOATS
+SCALARS = st.booleans() | st.integers() | FINITE | WORDS
 
 
 @st.composite

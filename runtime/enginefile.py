@@ -15,7 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from fixedstate.bundle import MANIFEST as BUNDLE_MANIFEST
-from fixedstate.bundle import Bundle, DecodeDefaults, Source, sha256_of
+from fixedstate.bundle import (
+    Bundle,
+    DecodeDefaults,
+    Source,
+    manifest_data,
+    readable_sha256,
+    verify_files,
+)
 from fixedstate.errors import BackendError, BundleError, CapacityError, SpecError, require_keys
 from fixedstate.ports import SYMBOLS, Port, resolve_dim
 from fixedstate.runtime.identity import (
@@ -246,20 +253,14 @@ class EngineFolder:
         """
         folder = Path(path)
         raw = _read_manifest(folder)
-        try:
-            data = json.loads(raw)
-        except ValueError as err:
-            raise BundleError(
-                f"{folder / MANIFEST} is damaged ({len(raw)} bytes, not JSON): build it again"
-            ) from err
-        schema = data.get("schema") if isinstance(data, dict) else None
-        if not isinstance(schema, int) or isinstance(schema, bool) or schema < 1:
-            raise BundleError(f"{folder / MANIFEST} names no schema: it is not of an engine")
-        if schema > SCHEMA:
-            raise BundleError(
-                f"{folder} has schema {schema}, this version reads up to {SCHEMA}: install a "
-                "newer fixedstate or build the engine again"
-            )
+        data = manifest_data(
+            folder / MANIFEST,
+            raw,
+            SCHEMA,
+            foreign="it is not of an engine",
+            damaged="build it again",
+            newer="build the engine again",
+        )
         try:
             engine = cls._from_data(folder, data, hashlib.sha256(raw).hexdigest())
             whole = _sealed({key: value for key, value in data.items() if key != "sha256"})
@@ -359,19 +360,14 @@ class EngineFolder:
         return {**{plan.file: plan.sha256 for plan in self.plans.values()}, **self.files}
 
     def _verify(self, verify: bool) -> None:
-        plans = {plan.file for plan in self.plans.values()}
-        for name, expected in self.hashes().items():
-            file = self.path / name
-            if not file.is_file():
-                raise BundleError(f"{file} is missing: the engine is incomplete, copy it whole")
-            if name in plans and not verify:
-                continue
-            found = _hash_of(file)
-            if found != expected:
-                raise BundleError(
-                    f"{file} was changed after the build: sha256 {short(found)}, expected "
-                    f"{short(expected)}: copy the engine again or build it again"
-                )
+        verify_files(
+            self.path,
+            self.hashes(),
+            unread=() if verify else {plan.file for plan in self.plans.values()},
+            noun="engine",
+            event="build",
+            remedy="build it again",
+        )
 
     def plan(self, role: str) -> Plan:
         """The plan of a role.
@@ -452,12 +448,12 @@ def write_engine(
         if not file.is_file():
             raise BundleError(f"{file} is missing: the build of {plan.role} left no plan")
         profiles = identity.profiles.get(plan.role, ())
-        found[plan.role] = replace(plan, sha256=_hash_of(file), profiles=profiles)
+        found[plan.role] = replace(plan, sha256=readable_sha256(file), profiles=profiles)
     files = {}
     try:
         for source in (*(bundle.path / name for name in bundle.files), *libraries):
             shutil.copyfile(source, folder / source.name)
-            files[source.name] = _hash_of(folder / source.name)
+            files[source.name] = readable_sha256(folder / source.name)
     except OSError as err:
         raise BundleError(f"{source} cannot be copied: {err.strerror or err}") from err
     for name, digest in bundle.files.items():
@@ -520,13 +516,6 @@ def _read_manifest(folder: Path) -> bytes:
         ) from err
     except OSError as err:
         raise BundleError(f"{folder / MANIFEST} cannot be read: {err.strerror or err}") from err
-
-
-def _hash_of(file: Path) -> str:
-    try:
-        return sha256_of(file)
-    except OSError as err:
-        raise BundleError(f"{file} cannot be read: {err.strerror or err}") from err
 
 
 # --- checks of values ----------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -175,20 +175,14 @@ class Bundle:
         """
         folder = Path(path)
         raw = _read_manifest(folder)
-        try:
-            data = json.loads(raw)
-        except ValueError as err:
-            raise BundleError(
-                f"{folder / MANIFEST} is damaged ({len(raw)} bytes, not JSON): export again"
-            ) from err
-        schema = data.get("schema") if isinstance(data, dict) else None
-        if not isinstance(schema, int) or isinstance(schema, bool) or schema < 1:
-            raise BundleError(f"{folder / MANIFEST} names no schema: it is not a bundle manifest")
-        if schema > SCHEMA:
-            raise BundleError(
-                f"{folder} has schema {schema}, this version reads up to {SCHEMA}: "
-                "install a newer fixedstate or export again"
-            )
+        data = manifest_data(
+            folder / MANIFEST,
+            raw,
+            SCHEMA,
+            foreign="it is not a bundle manifest",
+            damaged="export again",
+            newer="export again",
+        )
         try:
             bundle = cls._from_data(folder, data, hashlib.sha256(raw).hexdigest())
         except (SpecError, KeyError, TypeError, AttributeError, ValueError) as err:
@@ -231,21 +225,14 @@ class Bundle:
         return {**graphs, WEIGHTS: self.weights, **self.files}
 
     def _verify(self, verify_weights: bool) -> None:
-        for name, expected in self.hashes().items():
-            file = self.path / name
-            if not file.is_file():
-                raise BundleError(f"{file} is missing: the bundle is incomplete, copy it whole")
-            if name == WEIGHTS and not verify_weights:
-                continue
-            try:
-                found = sha256_of(file)
-            except OSError as err:
-                raise BundleError(f"{file} cannot be read: {err.strerror or err}") from err
-            if found != expected:
-                raise BundleError(
-                    f"{file} was changed after the export: sha256 {found[:16]}..., "
-                    f"expected {expected[:16]}...: copy the bundle again or export again"
-                )
+        verify_files(
+            self.path,
+            self.hashes(),
+            unread=() if verify_weights else (WEIGHTS,),
+            noun="bundle",
+            event="export",
+            remedy="export again",
+        )
 
     def graph(self, role: str, target: str = "") -> Graph:
         """The graph of a role: its ``role@target`` copy where the bundle lists one.
@@ -280,6 +267,85 @@ class Bundle:
 def _sealed(content: bytes) -> bytes:
     """An unfinished JSON object with the hash of its bytes as the last entry."""
     return content + _SEAL + hashlib.sha256(content).hexdigest().encode() + b'"\n}\n'
+
+
+def manifest_data(
+    file: Path, raw: bytes, newest: int, *, foreign: str, damaged: str, newer: str
+) -> dict[str, Any]:
+    """The values of a manifest whose schema this version reads.
+
+    Args:
+        file: The manifest, in the folder that it describes.
+        raw: Its bytes.
+        newest: The newest schema.
+        foreign: What to say of a file that names none.
+        damaged: What to do about one that is not JSON.
+        newer: What to do about a newer schema, beside a newer fixedstate.
+
+    Raises:
+        BundleError: for each of these.
+    """
+    try:
+        data = json.loads(raw)
+    except ValueError as err:
+        raise BundleError(f"{file} is damaged ({len(raw)} bytes, not JSON): {damaged}") from err
+    schema = data.get("schema") if isinstance(data, dict) else None
+    if not isinstance(schema, int) or isinstance(schema, bool) or schema < 1:
+        raise BundleError(f"{file} names no schema: {foreign}")
+    if schema > newest:
+        raise BundleError(
+            f"{file.parent} has schema {schema}, this version reads up to {newest}: install a "
+            f"newer fixedstate or {newer}"
+        )
+    return dict(data)
+
+
+def verify_files(
+    folder: Path,
+    hashes: Mapping[str, str],
+    *,
+    unread: Collection[str],
+    noun: str,
+    event: str,
+    remedy: str,
+) -> None:
+    """Hold the files of a folder against the hashes in its manifest.
+
+    Args:
+        folder: The folder.
+        hashes: sha256 by file name.
+        unread: Files that only have to be there.
+        noun: What the folder is.
+        event: What made it.
+        remedy: What to do about a changed file, beside copying the folder again.
+
+    Raises:
+        BundleError: naming the first file that is missing, cannot be read or was changed.
+    """
+    for name, expected in hashes.items():
+        file = folder / name
+        if not file.is_file():
+            raise BundleError(f"{file} is missing: the {noun} is incomplete, copy it whole")
+        if name in unread:
+            continue
+        found = readable_sha256(file)
+        if found != expected:
+            raise BundleError(
+                f"{file} was changed after the {event}: sha256 {found[:16]}..., expected "
+                f"{expected[:16]}...: copy the {noun} again or {remedy}"
+            )
+
+
+def readable_sha256(file: Path) -> str:
+    """The sha256 of a file's bytes, in hexadecimal.
+
+    Raises:
+        BundleError: where it cannot be read.
+    """
+    try:
+        return sha256_of(file)
+    except OSError as err:
+        raise BundleError(f"{file} cannot be read: {err.strerror or err}") from err
 
 
 def _read_manifest(folder: Path) -> bytes:

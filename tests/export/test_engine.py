@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -367,17 +368,18 @@ def _hears_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def test_interrupt_ends_the_build_and_leaves_nothing(
-    bundle: Bundle, tmp_path: Path, monkeypatch
-) -> None:
-    """Ctrl-C: exit 130, no file, and no process that goes on."""
-    stand_in.install(monkeypatch, tmp_path, fail="hang")
-    record = tmp_path / "calls.jsonl"
+@contextlib.contextmanager
+def _hanging_build(
+    bundle: Bundle, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """The command on a builder that never ends: its process, and the number of its child."""
+    stand_in.install(monkeypatch, folder, fail="hang")
+    record = folder / "calls.jsonl"
     command = [sys.executable, "-m", "fixedstate", "build", str(bundle.path), "-o", "my.engine"]
     command += ["--target", "tensorrt", "--compute-capability", "9.0", "--precision", "fp32"]
     with subprocess.Popen(
         command,
-        cwd=tmp_path,
+        cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -389,6 +391,14 @@ def test_interrupt_ends_the_build_and_leaves_nothing(
             assert parent.poll() is None, parent.communicate()
             time.sleep(0.05)
         (child,) = _children(parent.pid)
+        yield parent, child
+
+
+def test_interrupt_ends_the_build_and_leaves_nothing(
+    bundle: Bundle, tmp_path: Path, monkeypatch
+) -> None:
+    """Ctrl-C: exit 130, no file, and no process that goes on."""
+    with _hanging_build(bundle, tmp_path, monkeypatch) as (parent, child):
         parent.send_signal(signal.SIGINT)
         out, err = parent.communicate(timeout=30)
     assert (parent.returncode, out, err.strip()) == (130, "", "error: interrupted")
@@ -400,16 +410,7 @@ def test_a_build_ends_with_the_process_that_asked(
     bundle: Bundle, tmp_path: Path, monkeypatch
 ) -> None:
     """Killed without a chance to tidy up: the child does not go on alone."""
-    stand_in.install(monkeypatch, tmp_path, fail="hang")
-    record = tmp_path / "calls.jsonl"
-    command = [sys.executable, "-m", "fixedstate", "build", str(bundle.path), "-o", "my.engine"]
-    command += ["--target", "tensorrt", "--compute-capability", "9.0", "--precision", "fp32"]
-    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL) as parent:
-        deadline = time.monotonic() + 60
-        while not (record.exists() and "build_serialized" in record.read_text()):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        (child,) = _children(parent.pid)
+    with _hanging_build(bundle, tmp_path, monkeypatch) as (parent, child):
         parent.kill()
     deadline = time.monotonic() + 10
     while Path(f"/proc/{child}/cmdline").exists() and _command(child):

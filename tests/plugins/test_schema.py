@@ -249,7 +249,7 @@ def test_missing_input_is_named() -> None:
         ("SelectiveScanCommit", {"B": GRID_LIMIT + 1}, ["65536 thread blocks along z"]),
     ],
 )
-def test_refusals_name_every_failing_dimension(
+def test_CF_06_refusals_name_every_failing_dimension(
     name: str, changes: Mapping[str, int], failing: list[str]
 ) -> None:
     """Case CF-06 (width 20, 8 heads of 5, state 6), widths and grids; the body takes them all."""

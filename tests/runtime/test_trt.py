@@ -730,7 +730,7 @@ def test_an_engine_that_is_not_what_its_manifest_says(bench, engine_path, fault)
         bench.open(engine_path("F2", ("denoise", "commit")))
 
 
-def test_a_declared_alias_that_the_engine_lacks(bench, bundle_path, tmp_path):
+def test_TB_11_a_declared_alias_that_the_engine_lacks(bench, bundle_path, tmp_path):
     """Its update would go to memory that nobody reads."""
     bundle = Bundle.open(bundle_path("F2", fused=True), verify_weights=False)
     pair = {"present_ssm_state_000": "past_ssm_state_000"}
@@ -786,7 +786,7 @@ def in_threads(*functions):
     assert errors == []
 
 
-def test_two_threads_get_their_own_results(bench, engine_path):
+def test_TR_07_two_threads_get_their_own_results(bench, engine_path):
     """TR-07: 20 passes each on rows of their own, results looked at late, equal to one by one."""
     engine = bench.open(engine_path("F3"), slots=2, memory="fast")
     length = engine.spec.block_len
@@ -813,7 +813,7 @@ def test_two_threads_get_their_own_results(bench, engine_path):
     assert states(engine) == states(serial)
 
 
-def test_a_decoder_on_an_engine_serves_threads_one_by_one(bench, engine_path, monkeypatch):
+def test_TR_07_a_decoder_on_an_engine_serves_threads_one_by_one(bench, engine_path, monkeypatch):
     """`load` opens the folder; requests of two threads are those of one."""
     use(bench, monkeypatch)
     with load(engine_path("tiny-mamba"), slots=2) as decoder:

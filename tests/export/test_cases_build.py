@@ -33,9 +33,10 @@ from fixedstate.export.pluginuse import (
 )
 from fixedstate.export.precision import convert
 from fixedstate.export.profiles import BuildRequest, Range, plan, set_profiles
-from fixedstate.export.targets import PRECISIONS, RTX, capabilities_of
+from fixedstate.export.targets import RTX, capabilities_of
 from fixedstate.plugins import library, rtx
 from fixedstate.plugins.schema import DOMAIN, KERNEL_IO, OPS, VERSION
+from fixedstate.state import PRECISIONS
 
 NAMES = ("F1", "F2", "F3", "F4")
 FLOATS = ("float32", "float16", "bfloat16")

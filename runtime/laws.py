@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,6 +22,9 @@ from fixedstate.runtime.decoder import open_engine
 from fixedstate.runtime.engine import ReadableEngine, SessionEngine
 from fixedstate.runtime.snapshot import Snapshot
 from fixedstate.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from fixedstate.runtime.deviceengine import DeviceEngine
 
 BLOCK_COUNTS = (1, 2, 3, 33)
 """Blocks committed before the comparison: one, two, three, and across a longer prefill."""
@@ -178,7 +181,7 @@ def check_bundle(
 
 
 def check_engine(
-    candidate: Callable[[int], SessionEngine],
+    candidate: Callable[[int], SessionEngine | DeviceEngine],
     *,
     precision: str = "fp32",
     exact: bool = True,
@@ -255,8 +258,8 @@ class _Saved:
 class _Trial:
     """One engine of four slots and the tokens it is tried on."""
 
-    opens: Callable[[int], SessionEngine]
-    engine: SessionEngine
+    opens: Callable[[int], SessionEngine | DeviceEngine]
+    engine: SessionEngine | DeviceEngine
     tolerance: Tolerance
     rng: np.random.Generator
     exact: bool

@@ -10,7 +10,8 @@
     ├── BackendError        a back end cannot do what was asked (provider, version, dtype)
     ├── CapacityError       a request does not fit; raised before its first pass
     ├── DecodeError         decoding cannot go on (a policy that leaves slots open)
-    └── StateError          a saved state is missing, damaged, newer or of another model
+    ├── StateError          a saved state is missing, damaged, newer or of another model
+    └── CalibrationError    ranges, plans or quantised graphs cannot be made or trusted; has a code
 
 Every message says what was given, what was expected and what to do.
 """
@@ -67,6 +68,19 @@ class DecodeError(FixedStateError):
 
 class StateError(FixedStateError):
     """A saved state is missing, damaged, newer, or does not fit the model; nothing was changed."""
+
+
+class CalibrationError(FixedStateError):
+    """Ranges, plans or quantised graphs cannot be made, or not be trusted.
+
+    Args:
+        code: Names the kind of failure for programs, such as ``STALE``; never changes.
+        message: What was given, what was expected and what to do.
+    """
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 def require_keys(

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -46,20 +47,25 @@ BODY = "node_"
 # --- whole models -------------------------------------------------------------------------------
 
 
+TINY = ("tiny-mamba", "tiny-hybrid", "tiny-attention")
+WAYS = (("fp16", True), ("fp16", False), ("fp32", False))
+"""Precision of the graph, and whether plugins are registered."""
+
+
 @pytest.fixture(scope="module")
-def half_graphs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Folder of a shipped model's fp16 graphs.
+def graphs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+    """Folder of a shipped model's graphs: ``graphs("tiny-mamba", "fp16")``.
 
     They are not compared with PyTorch, which is for other tests to do, and which the exporter
-    refuses for tiny-mamba: its activations are too large for fp16.
+    refuses for tiny-mamba in fp16: its activations are too large for it.
     """
     root = tmp_path_factory.mktemp("graphs")
-    chosen = Precision.named("fp16")
 
     @functools.cache
-    def made(name: str) -> Path:
+    def made(name: str, precision: str) -> Path:
+        chosen = Precision.named(precision)
         loaded = load_checkpoint(name)
-        folder = root / name
+        folder = root / f"{name}-{precision}"
         folder.mkdir()
         write_bundle(
             folder,
@@ -76,6 +82,28 @@ def half_graphs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
         return folder
 
     return made
+
+
+@pytest.fixture(scope="module")
+def built(graphs: Callable[[str, str], Path]) -> Iterator[Callable[..., dict[str, Any]]]:
+    """What a build of a shipped model came to: ``built("tiny-mamba", "commit", "fp16", True)``.
+
+    All builds of a model begin when the first of them is asked for, two at a time.
+    """
+    with ThreadPoolExecutor(2) as pool:
+
+        @functools.cache
+        def begun(name: str) -> dict[tuple[str, str, bool], Future[dict[str, Any]]]:
+            return {
+                (role, precision, plugins): pool.submit(
+                    build, graphs(name, precision) / f"{role}.onnx", SIZES, plugins=plugins
+                )
+                for precision, plugins in WAYS
+                for role in ("denoise", "commit")
+            }
+
+        yield lambda name, *way: begun(name)[way].result()
+        pool.shutdown(cancel_futures=True)
 
 
 def nodes_of(graph: Path) -> dict[str, str]:
@@ -103,37 +131,31 @@ def check_bodies(result: Mapping[str, Any], nodes: Mapping[str, str]) -> None:
     assert not set(nodes) & set(result["names"])
 
 
-TINY = ("tiny-mamba", "tiny-hybrid", "tiny-attention")
-
-
 @pytest.mark.parametrize("role", ["denoise", "commit"])
 @pytest.mark.parametrize("name", TINY)
 def test_shipped_models_build_with_and_without_plugins(
-    half_graphs: Callable[[str], Path], name: str, role: str
+    graphs: Callable[[str, str], Path], built: Callable[..., dict[str, Any]], name: str, role: str
 ) -> None:
     """The same fp16 file: one plugin per node where they are registered, else the bodies."""
-    file = half_graphs(name) / f"{role}.onnx"
-    nodes = nodes_of(file)
+    nodes = nodes_of(graphs(name, "fp16") / f"{role}.onnx")
     assert bool(nodes) == (name != "tiny-attention")
-    check_plugins(build(file, SIZES, plugins=True), nodes)
-    check_bodies(build(file, SIZES), nodes)
+    check_plugins(built(name, role, "fp16", True), nodes)
+    check_bodies(built(name, role, "fp16", False), nodes)
 
 
 @pytest.mark.parametrize("role", ["denoise", "commit"])
 @pytest.mark.parametrize("name", TINY)
 def test_shipped_models_build_in_fp32(
-    bundle_path: Callable[..., Path], name: str, role: str
+    graphs: Callable[[str, str], Path], built: Callable[..., dict[str, Any]], name: str, role: str
 ) -> None:
     """An fp32 engine is made of the bodies."""
-    file = bundle_path(name) / f"{role}.onnx"
-    check_bodies(build(file, SIZES), nodes_of(file))
+    file = graphs(name, "fp32") / f"{role}.onnx"
+    check_bodies(built(name, role, "fp32", False), nodes_of(file))
 
 
-def test_fp32_with_plugins_is_refused_with_the_reason(
-    bundle_path: Callable[..., Path],
-) -> None:
+def test_fp32_with_plugins_is_refused_with_the_reason(graphs: Callable[[str, str], Path]) -> None:
     """The parser only says which callback failed; the reason is kept."""
-    result = build(bundle_path("tiny-hybrid") / "denoise.onnx", SIZES, plugins=True)
+    result = build(graphs("tiny-hybrid", "fp32") / "denoise.onnx", SIZES, plugins=True)
     assert not result["ok"]
     assert "CausalConvDenoise" in result["error"]
     (reason,) = result["refused"]

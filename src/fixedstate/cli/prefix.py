@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from fixedstate.cli.opening import check_file
 from fixedstate.cli.options import (
     bundle_argument,
     debug_option,
@@ -60,12 +61,9 @@ def make(
     """
     if (text is None) == (ids is None):
         raise click.UsageError("give --text or --ids: one of them")
-    from fixedstate.bundle import check_target
-
-    check_target(output, force)
-    if output.is_dir():
-        raise click.UsageError(f"{output} is a folder: choose another name for the file")
     from fixedstate import runtime
+
+    check_file(output, force)
 
     with progress("opening the bundle") as tell, runtime.load(bundle, threads=threads) as decoder:
         tokens = _tokens(decoder.bundle, text) if text is not None else ids

@@ -1,8 +1,9 @@
-"""Histograms are functions of the set of values: order, batches, merges and files leave no trace."""
+"""Histograms depend on the values alone: order, batches, merges and files leave no trace."""
 
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ def of(values: list[float], cuts: list[int] | None = None, bins: int = BINS) -> 
     """The histogram of values that came in pieces."""
     made = Histogram(bins)
     edges = [0, *sorted(cut % (len(values) + 1) for cut in cuts or []), len(values)]
-    for start, end in zip(edges, edges[1:], strict=False):
+    for start, end in pairwise(edges):
         made.add(np.array(values[start:end], np.float32))
     return made
 

@@ -92,7 +92,7 @@ class Data:
                 "NO_DATA",
                 f"none of the {len(self.records)} sequences is in split {name!r} and has a whole "
                 f"block of {block_len} tokens behind its prompt: give more or longer sequences "
-                "(a tenth to a fifth of all is in each of the smaller splits)",
+                "(a fifth of all is in each of the smaller splits)",
             )
         return tuple(found)
 

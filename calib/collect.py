@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
-
-import numpy as np
 
 from fixedstate.bundle import Bundle
 from fixedstate.calib.data import Data, Record
 from fixedstate.calib.observe import observed_engine
 from fixedstate.calib.sites import Site, find_sites, inputs_of, load_graphs
 from fixedstate.calib.table import COMMIT, Policy, Table
+from fixedstate.calib.trajectory import Pass, Trajectory, longest_first
 from fixedstate.errors import CalibrationError
 from fixedstate.ports import Array
 from fixedstate.runtime.engine import SessionEngine
 from fixedstate.runtime.loop import Stream
 from fixedstate.runtime.requests import Request, Settings
-from fixedstate.runtime.rows import slice_end
 
 MEMORY = 1 << 30
 """Bytes of activations that a pass may give at once; more are taken in several passes."""
@@ -69,8 +65,7 @@ def collect(
     table = resume or Table.begin(bundle, data, split, policy, inputs_of(sites.values()))
     table.check(bundle, data, policy)
     chosen = data.split(split, bundle.spec.block_len, policy.blocks)[:records]
-    left = [record for record in chosen if record.id not in table.records]
-    left.sort(key=lambda record: (-len(record.ids), record.id))  # rows end from the back
+    left = longest_first([record for record in chosen if record.id not in table.records])
     pieces = _pieces(bundle, sites, batch, memory)
     run = _Run(bundle, policy, table)
 
@@ -132,7 +127,7 @@ def _pieces(
 
 @dataclass(slots=True)
 class _Run:
-    """Batches of sequences on their way through the blocks."""
+    """Batches of sequences on their way through the blocks, and what is counted of them."""
 
     bundle: Bundle
     policy: Policy
@@ -153,43 +148,13 @@ class _Run:
         if self.policy.sampler == "trace":
             self._trace(engine)
             return
-        length = self.bundle.spec.block_len
-        for row, record in enumerate(self.rows):
-            engine.reset(row)
-            self._prefill(engine, row, record)
-        first = [record.prompt_len // length for record in self.rows]
-        last = [len(record.ids) // length for record in self.rows]
-        for block in range(max(last)):
-            active = [row for row in range(len(last)) if first[row] <= block < last[row]]
-            for _, run in groupby(enumerate(active), lambda pair: pair[1] - pair[0]):
-                self._block(engine, [row for _, row in run], block)
+        blocks = self.bundle.decode.prefill_blocks
+        Trajectory(self.bundle.spec, self.policy, self.rows, blocks).drive(
+            [engine], before=self._begin
+        )
 
-    def _prefill(self, engine: SessionEngine, row: int, record: Record) -> None:
-        """Commit the whole blocks of the prompt in the slices that the decode loop commits."""
-        length = self.bundle.spec.block_len
-        whole = record.prompt_len // length * length
-        step, start = max(1, self.bundle.decode.prefill_blocks) * length, 0
-        while start < whole:
-            end = slice_end(start, whole, step, 0)
-            engine.commit(np.array([record.ids[start:end]]), np.array([end - start]), row)
-            start = end
-
-    def _block(self, engine: SessionEngine, rows: Sequence[int], block: int) -> None:
-        """Denoise a block of neighbouring rows once for each share of masks, then commit it."""
-        spec = self.bundle.spec
-        start, end = block * spec.block_len, (block + 1) * spec.block_len
-        tokens = np.array([self.rows[row].ids[start:end] for row in rows], np.int64)
-        for row in rows:
-            engine.begin_block(row)
-        for share in self.policy.masks:
-            canvas = tokens.copy()
-            for row, slots in zip(rows, canvas, strict=True):
-                record = self.rows[row]
-                order = _order(self.policy.seed, record, block, spec.block_len)
-                slots[order[: max(1, round(share * len(order)))]] = spec.mask_id
-            self.name = f"{share:g}"
-            engine.denoise(canvas, rows[0])
-        engine.commit(tokens, np.full(len(rows), spec.block_len), rows[0])
+    def _begin(self, one: Pass) -> None:
+        self.name = f"{one.share:g}"
 
     def _trace(self, engine: SessionEngine) -> None:
         """Let the decode loop fill as many tokens as each sequence has behind its prompt."""
@@ -203,15 +168,3 @@ class _Run:
         ]
         for _ in Stream(engine, requests, self.bundle.decode):
             pass
-
-
-def _order(seed: int, record: Record, block: int, length: int) -> Array:
-    """The slots of a block behind the prompt, in the order in which they are masked.
-
-    It is made of the name of the sequence and the block alone, so that nothing else changes it.
-    """
-    digest = hashlib.sha256(f"{seed}:{record.id}:{block}".encode()).digest()
-    noise = np.random.Generator(np.random.Philox(key=np.frombuffer(digest[:16], "<u8")))
-    order = np.argsort(noise.random(length), kind="stable")
-    found: Array = order[order >= record.prompt_len - block * length]
-    return found

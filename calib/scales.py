@@ -57,12 +57,10 @@ def _least_squares(seen: Histogram, chosen: Format) -> float:
     best, least = seen.amax, np.inf
     for limit in seen.amax * np.linspace(1.0, 1.0 / _TRIALS, _TRIALS):
         step = limit / chosen.top
-        # inside a bin values are spread evenly: where it is wider than a step, rounding leaves
-        # step^2 / 12 whatever its middle is
-        rounding = np.minimum(
-            (middles - np.rint(middles / step) * step) ** 2 + min(seen.width, step) ** 2 / 12,
-            step**2 / 12 + 0.0 * middles,
-        )
+        # inside a bin values are spread evenly; where it is wider than a step, all of what
+        # rounding can leave comes in it
+        off = middles - np.rint(middles / step) * step
+        rounding = off**2 + seen.width**2 / 12 if seen.width < step else step**2 / 12
         error = np.where(middles <= limit, rounding, (middles - limit) ** 2)
         total = float((counts * error).sum())
         if total < least:

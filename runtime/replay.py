@@ -640,7 +640,7 @@ class _Walk:
             name, words = (names[0], "differs") if names else (None, "")
         else:
             own = stateful(self.engine).state
-            mine, other = _decoded(own, mine), _decoded(taken.state, other)
+            mine, other = decoded(own, mine), decoded(taken.state, other)
             for port in compare(other, mine, self.tolerance).ports:
                 if not port.passed:
                     name, words = port.name, str(port).partition(": ")[2]
@@ -691,7 +691,7 @@ def _last(engine: Engine) -> dict[str, Array]:
     return {"last_logits": engine.last_logits[0]} if engine.spec.logit_shift else {}
 
 
-def _decoded(state: StateSpec, arrays: Mapping[str, Array]) -> dict[str, Array]:
+def decoded(state: StateSpec, arrays: Mapping[str, Array]) -> dict[str, Array]:
     """bfloat16, which numpy keeps as its bits, as numbers."""
     dtypes = {port.suffix: port.past.dtype for port in state.committed}
     return {

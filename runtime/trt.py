@@ -145,6 +145,27 @@ def plan_roles(folder: EngineFolder, memory: str | None, head: str) -> tuple[str
 # --- may it run here -----------------------------------------------------------------------------
 
 
+def why_not_here(
+    engine: EngineFolder, *, device: int = 0, module: Any = None, cuda: Any = None
+) -> str | None:
+    """Why an engine cannot run on this machine; None where nothing speaks against it.
+
+    Nothing of a plan is read. Its plugins are registered, as :func:`open_engine` does.
+
+    Args:
+        engine: An opened engine.
+        device: Number of the card as the driver counts them.
+        module: Stands in for the Python module of TensorRT or TensorRT-RTX.
+        cuda: Stands in for the CUDA driver's library.
+    """
+    with ExitStack() as stack:
+        try:
+            _prepare(engine, device, module, cuda, stack)
+        except BackendError as err:
+            return str(err)
+    return None
+
+
 def _prepare(
     folder: EngineFolder, device: int, module: Any, cuda: Any, stack: ExitStack
 ) -> tuple[Any, DeviceDriver]:

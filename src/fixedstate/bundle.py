@@ -24,6 +24,9 @@ SCHEMA = 2
 MANIFEST = "bundle.json"
 PARITY = "parity.json"
 WEIGHTS = "weights.safetensors"
+NAMES = "names.json"
+"""What a folder holds that was exported for another runtime."""
+
 _KEYS = (
     "schema",
     "model",
@@ -356,6 +359,12 @@ def _read_manifest(folder: Path) -> bytes:
     try:
         return (folder / MANIFEST).read_bytes()
     except FileNotFoundError as err:
+        if (folder / NAMES).is_file():
+            raise BundleError(
+                f"{folder} was exported for another runtime (it holds {NAMES}, a bundle holds "
+                f"{MANIFEST}): make a bundle of its checkpoint with `fixedstate export`, without "
+                "--names"
+            ) from err
         raise BundleError(
             f"{folder} holds no {MANIFEST}: it is not a bundle; make one with `fixedstate export`"
         ) from err

@@ -121,6 +121,15 @@ BAD_OPTIONS = {
     "replay-unknown-option": (("replay", "a", "--slow"), "--slow"),
     "inspect-nothing": (("inspect",), "BUNDLE"),
     "inspect-two": (("inspect", "a", "b"), "b"),
+    "build-nothing": (("build",), "BUNDLE"),
+    "build-no-target": (("build", "b", "-o", "x"), "--target"),
+    "build-target": (("build", "b", "-o", "x", "--target", "npu"), "npu"),
+    "build-batch": (
+        ("build", "b", "-o", "x", "--target", "tensorrt-rtx", "--batch", "3:2:1"),
+        "3:2:1",
+    ),
+    "build-precision": (("build", "b", "--target", "tensorrt-rtx", "--precision", "int3"), "int3"),
+    "build-timeout": (("build", "b", "--target", "tensorrt-rtx", "--timeout", "0"), "--timeout"),
     "check-two": (("check", "a", "b"), "b"),
     "check-unknown-option": (("check", "b", "--slow"), "--slow"),
     "check-no-value": (("check", "b", "--checkpoint"), "--checkpoint"),
@@ -361,6 +370,32 @@ def test_CL_04_missing_folder_of_answers(run, bundle, scripted, tmp_path):
     assert "loads" not in scripted
 
 
+@pytest.fixture
+def no_build(monkeypatch):
+    """No builder may be called: refused requests never come so far."""
+    from fixedstate.export import engine
+
+    monkeypatch.setattr(engine, "plan", lambda *_, **__: pytest.fail("a build was planned"))
+
+
+def test_CL_04_missing_bundle_of_a_build(run, tmp_path, no_build):
+    done = run("build", tmp_path / "absent", "--target", "tensorrt-rtx")
+    assert_one_line(done, words="absent", code=1)
+
+
+def test_CL_04_missing_folder_of_an_engine(run, bundle, tmp_path, no_build):
+    """A build takes minutes: a folder that it cannot write to is found before."""
+    out = tmp_path / "absent" / "out"
+    done = run("build", bundle, "--target", "tensorrt-rtx", "-o", out)
+    assert_one_line(done, words="absent is not a folder", code=2)
+
+
+def test_CL_04_missing_engine_of_check(run, bundle, laws, tmp_path):
+    done = run("check", bundle, "--against", tmp_path / "absent")
+    assert_one_line(done, words="absent", code=1)
+    assert laws["calls"] == 0
+
+
 def test_CL_04_every_path_option_has_a_test():
     """A new path option needs its own missing-file test; this list says which there are."""
     found = set()
@@ -383,6 +418,8 @@ def test_CL_04_every_path_option_has_a_test():
         ("inspect", "bundle"),
         ("check", "bundle"),
         ("check", "checkpoint"),
+        ("build", "bundle"),
+        ("build", "output"),
     }
 
 

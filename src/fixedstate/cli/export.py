@@ -72,11 +72,21 @@ if TYPE_CHECKING:
     type=click.Choice(["d1k", "dk", "dk1"]),
     help="Axes of convolution weights, where their shapes leave two readings.",
 )
+@click.option(
+    "--names",
+    type=click.Choice(["genai", "mobius", "hf"]),
+    help="Write graphs with another runtime's port names instead of a bundle (docs/bundle.md).",
+)
 @force_option
 @json_option
 @debug_option
 def command(
-    checkpoint: str, output: Path, as_json: bool, stop_ids: tuple[int, ...], **options: Any
+    checkpoint: str,
+    output: Path,
+    as_json: bool,
+    stop_ids: tuple[int, ...],
+    names: str | None,
+    **options: Any,
 ) -> None:
     """Export CHECKPOINT, a folder or the name of a shipped model, as a bundle.
 
@@ -85,10 +95,30 @@ def command(
 
     CHECKPOINT may also be pkg.module:build or path/to/file.py:build, a callable that gives a torch
     module of your own (docs/custom.md): this runs the code in it, and says so.
+
+    With --names the folder is for the loops of onnxruntime-genai (causal models), Mobius or the
+    Hugging Face exporter, and no bundle: the bundle is made and compared first, then its graphs
+    get their port names and are compared with it.
     """
     from fixedstate.bundle import check_target
 
     check_target(output, options["force"])
+    if names is not None:
+        from fixedstate.export.renamed import export_names
+
+        with progress("reading the checkpoint") as tell:
+            made = export_names(
+                *(checkpoint, output, names),
+                stop_ids=stop_ids or None,
+                notes=note,
+                progress=tell,
+                **options,
+            )
+        if as_json:
+            echo_json({"path": str(made.path), **made.content, "parity": made.parity})
+        else:
+            click.echo(str(made.path))
+        return
     from fixedstate.export.pipeline import export_bundle
 
     with progress("reading the checkpoint") as tell:

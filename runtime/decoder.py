@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from fixedstate.bundle import Bundle
-from fixedstate.errors import UsageError
+from fixedstate.errors import BackendError, UsageError
 from fixedstate.ports import Array
 from fixedstate.runtime.engine import SessionEngine
 from fixedstate.runtime.full import FullEngine
@@ -223,6 +223,7 @@ def load(
     optimization: str = "all",
     memory: str | None = None,
     head: str = "logits",
+    engine_cache: str | os.PathLike[str] | None = None,
 ) -> Decoder:
     """Open a bundle on ONNX Runtime, or an engine on its TensorRT.
 
@@ -244,6 +245,8 @@ def load(
         head: What the passes give, as far as it was exported: ``confidence``, ``entropy`` or
             ``top_k`` of the open slots instead of all scores, which costs less. Requests that
             need more are refused.
+        engine_cache: Folder in which the providers ``tensorrt`` and ``tensorrt-rtx`` keep the
+            engines that they build; None builds them at every load.
 
     Raises:
         BundleError: for a missing, damaged or newer bundle.
@@ -254,7 +257,7 @@ def load(
     if limit is not None and limit < 1:
         raise UsageError(f"limit must be 1 token or more; got {limit}")
     if Path(path, _ENGINE).is_file():
-        _check_options(threads, provider, allow_fallback, optimization)
+        _check_options(threads, provider, allow_fallback, optimization, engine_cache)
         from fixedstate.runtime import trt
         from fixedstate.runtime.enginefile import EngineFolder
 
@@ -262,7 +265,7 @@ def load(
         device = trt.open_engine(folder, slots=slots, limit=limit, memory=memory, head=head)
         return Decoder(folder, device, time.perf_counter() - start)
     bundle = Bundle.open(path, verify_weights=verify_weights)
-    engine: SessionEngine | FullEngine
+    engine: SessionEngine | FullEngine | DeviceEngine
     if bundle.spec.objective == "full":
         choose(bundle, memory, head=head)
         engine = open_full(
@@ -273,6 +276,7 @@ def load(
             slots=slots,
             limit=limit,
             optimization=optimization,
+            engine_cache=engine_cache,
         )
     else:
         engine = open_engine(
@@ -285,12 +289,17 @@ def load(
             optimization=optimization,
             memory=memory,
             head=head,
+            engine_cache=engine_cache,
         )
     return Decoder(bundle, engine, time.perf_counter() - start)
 
 
 def _check_options(
-    threads: int | None, provider: str, allow_fallback: bool, optimization: str
+    threads: int | None,
+    provider: str,
+    allow_fallback: bool,
+    optimization: str,
+    engine_cache: str | os.PathLike[str] | None,
 ) -> None:
     """Refuse what is said about ONNX Runtime where an engine is opened.
 
@@ -302,6 +311,7 @@ def _check_options(
         f"provider {provider!r}": provider != "cpu",
         "a fallback to the CPU": allow_fallback,
         f"optimization {optimization!r}": optimization != "all",
+        "an engine_cache": engine_cache is not None,
     }
     for what, is_given in given.items():
         if is_given:
@@ -323,8 +333,12 @@ def open_engine(
     optimization: str = "all",
     memory: str | None = None,
     head: str = "logits",
-) -> SessionEngine:
+    engine_cache: str | os.PathLike[str] | None = None,
+) -> SessionEngine | DeviceEngine:
     """The passes of an opened bundle on ONNX Runtime; arguments as in :func:`load`.
+
+    On another provider than the CPU the state lies on the card, and :meth:`DeviceEngine.close`
+    gives its memory back.
 
     Raises:
         UsageError: for a model of objective ``full``, which has no state to pass on.
@@ -336,14 +350,27 @@ def open_engine(
             "this model looks at the whole sequence (objective 'full'): no exact cache exists for "
             "it, so no state can go from block to block; it decodes over whole sequences only"
         )
-    sessions = ort.open_sessions(
-        bundle,
-        roles(bundle, choose(bundle, memory, head=head), head),
-        provider=provider,
-        allow_fallback=allow_fallback,
-        threads=threads,
-        optimization=optimization,
-    )
+    wanted = roles(bundle, choose(bundle, memory, head=head), head)
+    _cache_settings(provider, engine_cache)
+    if ort.choose_provider(provider, allow_fallback) != "cpu":
+        from fixedstate.runtime import ortdevice
+
+        try:
+            return ortdevice.open_engine(
+                bundle,
+                wanted,
+                provider=provider,
+                threads=threads,
+                slots=slots,
+                limit=limit,
+                capacity=capacity,
+                optimization=optimization,
+                engine_cache=engine_cache,
+            )
+        except BackendError:
+            if not allow_fallback:
+                raise
+    sessions = ort.open_sessions(bundle, wanted, threads=threads, optimization=optimization)
     return SessionEngine(
         bundle.spec,
         bundle.state,
@@ -364,11 +391,13 @@ def open_full(
     slots: int = 1,
     limit: int | None = None,
     optimization: str = "all",
+    engine_cache: str | os.PathLike[str] | None = None,
 ) -> FullEngine:
     """The whole-sequence passes of objective ``full``; arguments as in :func:`load`."""
     from fixedstate.runtime import ort
 
     check_decodable(bundle.spec)
+    settings = {"full": _cache_settings(provider, engine_cache)}
     sessions = ort.open_sessions(
         bundle,
         ("full",),
@@ -376,5 +405,15 @@ def open_full(
         allow_fallback=allow_fallback,
         threads=threads,
         optimization=optimization,
+        settings=settings,
     )
     return FullEngine(bundle.spec, sessions, slots=slots, limit=limit)
+
+
+def _cache_settings(provider: str, engine_cache: str | os.PathLike[str] | None) -> dict[str, str]:
+    """The provider's options for a folder of engines; refused where it builds none."""
+    if engine_cache is None:
+        return {}  # and what runs on a card is not even imported
+    from fixedstate.runtime import ortdevice
+
+    return ortdevice.cache_settings(provider, engine_cache)

@@ -1,4 +1,4 @@
-"""The passes over state that lies on a device: the engine of :mod:`fixedstate.runtime.trt`.
+"""The passes over state that lies on a device, under TensorRT or a provider of ONNX Runtime.
 
 It answers as :class:`fixedstate.runtime.engine.SessionEngine` does, so that the decode loop is the
 same. State never comes to the host between passes; ids and lengths go there through pinned memory,
@@ -30,6 +30,9 @@ from fixedstate.state import StatePort, StateSpec, head_ports, top_k_of
 
 KEPT_PASSES = 64
 """Passes of one shape over the same slots that are kept, each a context and a CUDA graph."""
+
+UNBOUNDED = 2**31 - 1
+"""What a plan without profiles takes of rows, tokens or columns."""
 
 
 class DevicePass(Protocol):
@@ -127,6 +130,8 @@ class DeviceEngine(PassEngine):
         weights: Hash of the weights, which saved states are held against.
         provider: What the passes run on.
         graphs: Whether passes become CUDA graphs.
+        stream: That passes and copies are put in, where the roles work in one of their own; None
+            makes one. It stays the caller's.
 
     Attributes:
         roles: Roles of the plans, sorted.
@@ -157,6 +162,7 @@ class DeviceEngine(PassEngine):
         weights: str = "",
         provider: str = "device",
         graphs: bool = True,
+        stream: Stream | None = None,
     ) -> None:
         super().__init__(spec, slots, weights)
         self.provider = provider
@@ -165,7 +171,7 @@ class DeviceEngine(PassEngine):
         plans = [role.plan for role in self._roles.values()]
         _check_slots(plans, slots)
         columns = _columns(plans)
-        if state.appended:
+        if state.appended and columns[1] < UNBOUNDED:
             limit = columns[1] if limit is None else min(limit, columns[1])
         self._driver = driver
         self._graphs = graphs
@@ -173,7 +179,8 @@ class DeviceEngine(PassEngine):
         self._thread = threading.get_ident()
         self._closed = False
         self._after: list[Callable[[], None]] = []
-        self._stream = driver.stream()
+        self._own_stream = stream is None
+        self._stream = driver.stream() if stream is None else stream
         self._scratch = Scratch(driver)
         self._results: dict[int, Scratch] = {}
         self._passes: OrderedDict[tuple[Any, ...], _Bound] = OrderedDict()
@@ -181,6 +188,7 @@ class DeviceEngine(PassEngine):
         self._presents = {port.present.name: port for port in state.ports}
         self._given = {port.name for port in head_ports(spec, self.head)}
         self._widths = {name: _widest(role.plan, spec) for name, role in self._roles.items()}
+        self._least = {name: _fewest(role.plan) for name, role in self._roles.items()}
         try:
             self.buffers = DeviceBuffers(
                 driver,
@@ -195,7 +203,8 @@ class DeviceEngine(PassEngine):
                 columns=columns,
             )
         except BaseException:
-            self._stream.__exit__(None, None, None)
+            if self._own_stream:
+                self._stream.__exit__(None, None, None)
             raise
         self.buffers.on_move = self._forget
 
@@ -323,7 +332,7 @@ class DeviceEngine(PassEngine):
             "open_slots": 0 if places is None else places,
         }
         for name, given in bound.inputs.items():
-            given.host[...] = values[name]
+            given.host[:rows], given.host[rows:] = values[name], 0
             self._driver.to_device(given.address, given.host, self._stream)
             self.sent_bytes += given.host.nbytes
         for port, target, source in bound.enter:
@@ -334,7 +343,7 @@ class DeviceEngine(PassEngine):
         wanted = set() if role == "commit" else set(self._given)
         wanted |= set() if role == "denoise" else {"last_logits"}
         found = {
-            name: self._to_host(output, shape, address)
+            name: self._to_host(output, shape, address)[:rows]
             for name, (address, output, shape) in bound.outputs.items()
             if name in wanted
         }
@@ -345,7 +354,8 @@ class DeviceEngine(PassEngine):
         """An output in pinned memory of the calling thread, once the stream has come there."""
         results = self._results.setdefault(threading.get_ident(), Scratch(self._driver))
         dtype = numpy_dtype(port.dtype)
-        largest = port.resolve(B=self.slots, R=self.spec.block_len)  # so that it never moves
+        # so that it never moves
+        largest = port.resolve(B=self._most_rows, R=self.spec.block_len)
         whole = results.host(port.name, dtype, largest).reshape(-1)
         array = whole[: int(np.prod(shape))].reshape(shape)
         self._driver.to_host(array, address, self._stream)
@@ -373,8 +383,11 @@ class DeviceEngine(PassEngine):
     ) -> _Bound:
         plan = self._roles[role].plan
         length = self.spec.block_len
-        sizes = {"B": rows, "n": blocks, "m": blocks, "C": self.buffers.capacity, "R": asked}
-        direct = self.buffers.aligned(first)
+        # where a plan takes no fewer rows, others of no slot fill up: what they hold is any state,
+        # what they are given is mask ids and no token to commit, what they give is not looked at
+        filled = max(rows, self._least[role])
+        sizes = {"B": filled, "n": blocks, "m": blocks, "C": self.buffers.capacity, "R": asked}
+        direct = filled == rows and self.buffers.aligned(first)
         addresses: dict[str, int] = {}
         inputs: dict[str, _Input] = {}
         enter, leave, columns = [], [], []
@@ -426,13 +439,25 @@ class DeviceEngine(PassEngine):
 
         All rows and places; blocks by powers of two, since keys and values of a slice are large.
         """
+        blocks = self._rounded(sizes["n"])
+        return {**sizes, "B": self._most_rows, "R": self.spec.block_len, "n": blocks, "m": blocks}
+
+    @property
+    def _most_rows(self) -> int:
+        """Of a pass, those that fill up included."""
+        return max(self.slots, *self._least.values())
+
+    def _rounded(self, blocks: int) -> int:
+        """The next power of two, or what the widest pass takes where that is less."""
         most = max(self._widths.values()) // self.spec.block_len
-        blocks = min(1 << (max(sizes["n"], 1) - 1).bit_length(), max(most, sizes["n"]))
-        return {**sizes, "B": self.slots, "R": self.spec.block_len, "n": blocks, "m": blocks}
+        return min(1 << (max(blocks, 1) - 1).bit_length(), max(most, blocks))
 
     def _input(self, port: Port, sizes: Mapping[str, int]) -> _Input:
         shape = port.resolve(**sizes)
-        largest = self.slots, max(self._widths.values())  # of ids; the others are smaller
+        widest = max(self._widths.values())
+        if widest == UNBOUNDED:
+            widest = self._rounded(sizes["n"]) * self.spec.block_len
+        largest = self._most_rows, widest  # of ids; the others are smaller
         whole = self._scratch.host(port.name, numpy_dtype(port.dtype), largest).reshape(-1)
         host = whole[: int(np.prod(shape))].reshape(shape)
         return _Input(host, self._scratch.device(port.name, whole.nbytes))
@@ -522,7 +547,8 @@ class DeviceEngine(PassEngine):
                 self._closed = True
                 for function in self._after:
                     stack.callback(function)
-                stack.callback(self._stream.__exit__, None, None, None)
+                if self._own_stream:
+                    stack.callback(self._stream.__exit__, None, None, None)
                 for scratch in (self._scratch, *self._results.values()):
                     stack.callback(scratch.free)
                 stack.callback(self.buffers.free)
@@ -538,7 +564,7 @@ def _named(key: tuple[Any, ...]) -> str:
 
 def _check_slots(plans: list[Plan], slots: int) -> None:
     for plan in plans:
-        most = max((profile["input_ids"][2][0] for profile in plan.profiles), default=1)
+        most = _most(plan, 0, 1)
         if slots > most:
             raise UsageError(
                 f"{slots} slots were asked for; {plan.file} takes {most} rows at most: ask for "
@@ -546,18 +572,37 @@ def _check_slots(plans: list[Plan], slots: int) -> None:
             )
 
 
+def _fewest(plan: Plan) -> int:
+    """Rows that a pass has at least."""
+    return min((profile["input_ids"][0][0] for profile in plan.profiles), default=1)
+
+
 def _widest(plan: Plan, spec: ModelSpec) -> int:
     """Tokens of a row that the widest profile takes in one pass."""
-    widths = [profile["input_ids"][2][1] for profile in plan.profiles]
-    return max(max(widths, default=spec.block_len) // spec.block_len, 1) * spec.block_len
+    most = _most(plan, 1, spec.block_len)
+    return most if most == UNBOUNDED else max(most // spec.block_len, 1) * spec.block_len
+
+
+def _most(plan: Plan, axis: int, fixed: int) -> int:
+    """The most that profiles take of an axis of ``input_ids``.
+
+    Without profiles that is anything, where the axis is dynamic; else what it is, or `fixed` where
+    the plan does not even have that port.
+    """
+    sizes = [profile["input_ids"][2][axis] for profile in plan.profiles]
+    for port in plan.inputs:
+        if port.name == "input_ids" and not sizes:
+            size = port.shape[axis]
+            sizes.append(size if isinstance(size, int) else UNBOUNDED)
+    return max(sizes, default=fixed)
 
 
 def _columns(plans: list[Plan]) -> tuple[int, int]:
     """Least and most columns of keys and values that all plans take."""
-    least, most = 1, 2**31 - 1
+    least, most = 1, UNBOUNDED
     for plan in plans:
         for port in plan.inputs:
-            if "C" not in port.shape:
+            if "C" not in port.shape or not plan.profiles:
                 continue
             axis = port.shape.index("C")
             least = max(least, min(profile[port.name][0][axis] for profile in plan.profiles))

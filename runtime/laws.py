@@ -163,7 +163,7 @@ def check_bundle(
             "about a cache, and it has none; how far it is from PyTorch stands in its parity.json"
         )
 
-    def candidate(slots: int) -> SessionEngine:
+    def candidate(slots: int) -> SessionEngine | DeviceEngine:
         return open_engine(bundle, threads=1, provider=provider, slots=slots)
 
     return check_engine(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import mmap
 import os
@@ -16,15 +17,24 @@ import onnxruntime as ort
 from fixedstate.bundle import WEIGHTS, Bundle, Graph
 from fixedstate.errors import BackendError, BundleError, UsageError
 from fixedstate.ports import Array, Port
+from fixedstate.runtime.ortplaces import CPU, RECORD, check_places, places
+from fixedstate.runtime.protobuf import replaced
 from fixedstate.runtime.session import check_binding, check_names
 
 PROVIDERS = {
-    "cpu": "CPUExecutionProvider",
+    "cpu": CPU,
     "cuda": "CUDAExecutionProvider",
     "tensorrt": "TensorrtExecutionProvider",
     "tensorrt-rtx": "NvTensorRTRTXExecutionProvider",
 }
 """ONNX Runtime's name of every provider that can be asked for."""
+
+INSTALL = {
+    "cuda": "install onnxruntime-gpu in place of onnxruntime",
+    "tensorrt": "install onnxruntime-gpu in place of onnxruntime, and TensorRT",
+    "tensorrt-rtx": "install onnxruntime-ep-nv-tensorrt-rtx-cu13 beside onnxruntime",
+}
+"""What brings a provider."""
 
 OPTIMIZATIONS = {
     "none": ort.GraphOptimizationLevel.ORT_DISABLE_ALL,
@@ -46,6 +56,13 @@ _DTYPES = {
     "tensor(bool)": "bool",
 }
 _TARGETS = {"cpu": "ort-cpu", "cuda": "ort-cuda"}
+_SETTINGS = {
+    # products in full float32, as elsewhere: prefix sums of the scans are products; and one choice
+    # of kernels for a shape, made without timing them
+    "cuda": {"use_tf32": "0", "cudnn_conv_algo_search": "HEURISTIC"},
+}
+_SHARED = ("device_id", "has_user_compute_stream", "user_compute_stream")  # by all providers
+_PLUGIN = "onnxruntime_ep_nv_tensorrt_rtx"  # module of the TensorRT-RTX provider's package
 _STORED = {"F32": "float32", "F16": "float16"}
 _WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"
 _LOCATION = (7, 5, 13, 2)  # fields: graph, initializer, external_data, value
@@ -77,6 +94,9 @@ class OrtSession:
     def bind(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> OrtBinding:
         """Bind arrays to every port, once; they are kept alive and read and written in place.
 
+        On a device they are copied at every run: what stays there is bound by
+        :mod:`fixedstate.runtime.ortdevice`.
+
         Raises:
             BackendError: for wrong names or dtypes, strided arrays, or shared memory.
         """
@@ -86,6 +106,19 @@ class OrtSession:
         if self.provider == "cpu":
             return OrtBinding(self._session, inputs, outputs, self._embedding)
         return OrtCopies(self._session, inputs, outputs)
+
+    @property
+    def native(self) -> ort.InferenceSession:
+        """ONNX Runtime's own session."""
+        return self._session
+
+    @property
+    def places(self) -> dict[str, dict[str, int]]:
+        """How often each operator runs on each provider, by ONNX Runtime's name of it.
+
+        Empty for the CPU, and where this ONNX Runtime does not tell.
+        """
+        return {} if self.provider == "cpu" else places(self._session)
 
     def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
         """Run once on any arrays; strided ones are copied.
@@ -98,8 +131,8 @@ class OrtSession:
         whole = {name: np.ascontiguousarray(array) for name, array in feeds.items()}
         try:
             return dict(zip(names, self._session.run(names, whole), strict=True))
-        except _failures() as err:
-            raise BackendError(f"ONNX Runtime failed in a run: {_first_line(err)}") from err
+        except failures() as err:
+            raise BackendError(f"ONNX Runtime failed in a run: {first_line(err)}") from err
 
 
 class OrtBinding:
@@ -126,12 +159,15 @@ class OrtBinding:
         """Run the graph on the bound arrays."""
         try:
             self._session.run_with_iobinding(self._binding)
-        except _failures() as err:
-            raise BackendError(f"ONNX Runtime failed in a run: {_first_line(err)}") from err
+        except failures() as err:
+            raise BackendError(f"ONNX Runtime failed in a run: {first_line(err)}") from err
 
 
 class OrtCopies(OrtBinding):
-    """The same for a device: inputs travel there and outputs back at every run."""
+    """The same for a device: inputs travel there and outputs back at every run.
+
+    For passes without state, where that is all there is to travel.
+    """
 
     def __init__(
         self,
@@ -147,10 +183,15 @@ class OrtCopies(OrtBinding):
         inputs, outputs = self._arrays
         try:
             values = self._session.run(list(outputs), inputs)
-        except _failures() as err:
-            raise BackendError(f"ONNX Runtime failed in a run: {_first_line(err)}") from err
+        except failures() as err:
+            raise BackendError(f"ONNX Runtime failed in a run: {first_line(err)}") from err
         for target, value in zip(outputs.values(), values, strict=True):
             np.copyto(target, value)
+
+
+def target_of(provider: str) -> str:
+    """Which ``role@target`` copies of graphs are for a provider; empty where none are."""
+    return _TARGETS.get(provider, "")
 
 
 def open_sessions(
@@ -161,6 +202,8 @@ def open_sessions(
     allow_fallback: bool = False,
     threads: int | None = None,
     optimization: str = "all",
+    settings: Mapping[str, Mapping[str, str]] | None = None,
+    device: int = 0,
 ) -> dict[str, OrtSession]:
     """Open the graphs of a bundle on one provider.
 
@@ -168,24 +211,40 @@ def open_sessions(
         bundle: The bundle.
         roles: Roles to open; ``role@target`` copies are taken where the bundle has them.
         provider: A key of :data:`PROVIDERS`.
-        allow_fallback: Take the CPU where the provider cannot be used.
+        allow_fallback: Take the CPU, for all of them, where the provider cannot be used.
         threads: Of a single pass; None for ONNX Runtime's choice.
         optimization: A key of :data:`OPTIMIZATIONS`.
+        settings: Options of the provider by role, as it names them.
+        device: Number of the card.
 
     Raises:
         BackendError: where provider, version or dtype cannot be served.
     """
     used = choose_provider(provider, allow_fallback)
-    embedding = map_embedding(bundle.path / WEIGHTS) if used == "cpu" else None
-    sessions: dict[str, OrtSession] = {}
-    for role in roles:
-        sessions[role] = _open_role(
-            bundle, role, used, allow_fallback, threads, optimization, embedding
+    if used != "cpu":
+        try:
+            return {
+                role: _open_role(
+                    bundle,
+                    role,
+                    provider=used,
+                    threads=threads,
+                    optimization=optimization,
+                    settings=(settings or {}).get(role, {}),
+                    device=device,
+                )
+                for role in roles
+            }
+        except BackendError:
+            if not allow_fallback:
+                raise
+    embedding = map_embedding(bundle.path / WEIGHTS)
+    return {
+        role: _open_role(
+            bundle, role, threads=threads, optimization=optimization, embedding=embedding
         )
-        used = sessions[role].provider  # all graphs run in one place
-    if len({session.provider for session in sessions.values()}) > 1:
-        return open_sessions(bundle, roles, threads=threads, optimization=optimization)
-    return sessions
+        for role in roles
+    }
 
 
 def choose_provider(name: str, allow_fallback: bool = False) -> str:
@@ -200,13 +259,45 @@ def choose_provider(name: str, allow_fallback: bool = False) -> str:
     available = ort.get_available_providers()
     if PROVIDERS[name] in available:
         return name
+    why, remedy = "", INSTALL.get(name, "install another build")
+    if name == "tensorrt-rtx":
+        try:
+            devices = _plugin_devices()
+        except BackendError as err:
+            why, remedy = f"; its plugin does not load: {err}", "check its package and the driver"
+        else:
+            if devices:
+                return name
+            if devices is not None:
+                why, remedy = "; its plugin finds no card that it runs on", "use another provider"
     if allow_fallback:
         return "cpu"
     raise BackendError(
         f"provider {name!r} ({PROVIDERS[name]}) is not in this ONNX Runtime {ort.__version__}, "
-        f"which has {', '.join(available)}: install a build that has it, or allow the fallback "
-        "to the CPU"
+        f"which has {', '.join(available)}{why}: {remedy}, or allow the fallback to the CPU"
     )
+
+
+def _plugin_devices() -> list[Any] | None:
+    """Cards that the TensorRT-RTX plugin runs on, registered once a process; None without it.
+
+    Raises:
+        BackendError: where its library cannot be loaded.
+    """
+    name = PROVIDERS["tensorrt-rtx"]
+    found = [device for device in ort.get_ep_devices() if device.ep_name == name]
+    if found:
+        return found
+    try:
+        plugin = importlib.import_module(_PLUGIN)
+    except ImportError:
+        return None
+    try:
+        ort.register_execution_provider_library(name, str(plugin.get_library_path()))
+    except failures() as err:
+        if "already registered" not in str(err):  # by somebody else, and finds no card
+            raise BackendError(first_line(err)) from err
+    return [device for device in ort.get_ep_devices() if device.ep_name == name]
 
 
 def open_graph(
@@ -215,10 +306,11 @@ def open_graph(
     outputs: tuple[Port, ...],
     *,
     provider: str = "cpu",
-    allow_fallback: bool = False,
     threads: int | None = None,
     optimization: str = "all",
     embedding: ort.OrtValue | None = None,
+    settings: Mapping[str, str] | None = None,
+    device: int = 0,
 ) -> OrtSession:
     """Open one graph file, its weights beside it, and check its ports.
 
@@ -227,52 +319,42 @@ def open_graph(
         inputs: The ports it must have.
         outputs: The ports it must have.
         provider: A key of :data:`PROVIDERS`.
-        allow_fallback: Take the CPU where the provider cannot be used.
         threads: Of a single pass; None for ONNX Runtime's choice.
         optimization: A key of :data:`OPTIMIZATIONS`.
         embedding: What :func:`map_embedding` gave, where several sessions are to share it.
+        settings: Options of the provider, as it names them.
+        device: Number of the card.
 
     Raises:
-        BackendError: where the file cannot be loaded as asked.
+        BackendError: where the file cannot be loaded as asked, or ONNX Runtime runs a part of it
+            elsewhere than asked.
         BundleError: where its ports differ from those given.
     """
-    used = choose_provider(provider, allow_fallback)
+    used = choose_provider(provider)
     options = _options(threads, optimization)
-    if embedding is not None and used == "cpu":
-        options.add_initializer(EMBEDDING, embedding)
-    session = _create(Path(path), used, allow_fallback, options)
-    if PROVIDERS[used] != session.get_providers()[0]:
-        used = "cpu"
+    if used == "cpu":
+        if embedding is not None:
+            options.add_initializer(EMBEDDING, embedding)
+        session = _create(Path(path), used, options, providers=[CPU])
+    else:
+        options.add_session_config_entry(RECORD, "1")
+        given = {"device_id": str(device), **(settings or {})}
+        session = _create(Path(path), used, options, **_on_device(used, options, given, device))
+        check_places(Path(path), session, used)
     _check_ports(Path(path), session, inputs, outputs)
     return OrtSession(session, inputs, outputs, used, embedding)
 
 
-def _open_role(
-    bundle: Bundle,
-    role: str,
-    provider: str,
-    allow_fallback: bool,
-    threads: int | None,
-    optimization: str,
-    embedding: ort.OrtValue | None,
-) -> OrtSession:
-    graph = bundle.graph(role, _TARGETS.get(provider, ""))
+def _open_role(bundle: Bundle, role: str, *, provider: str = "cpu", **rest: Any) -> OrtSession:
+    graph = bundle.graph(role, target_of(provider))
     if provider == "cpu" and "bfloat16" in (bundle.precision.io, bundle.precision.kv):
         raise BackendError(
             f"{bundle.path} is bf16 and ONNX Runtime's CPU provider has no bf16 kernels: use an "
             "fp32 bundle on the CPU, or a GPU provider"
         )
     check_version(graph, ort.__version__)
-    return open_graph(
-        bundle.path / graph.file,
-        graph.inputs,
-        graph.outputs,
-        provider=provider,
-        allow_fallback=allow_fallback,
-        threads=threads,
-        optimization=optimization,
-        embedding=embedding,
-    )
+    path = bundle.path / graph.file
+    return open_graph(path, graph.inputs, graph.outputs, provider=provider, **rest)
 
 
 def check_version(graph: Graph, installed: str) -> None:
@@ -319,21 +401,43 @@ def _options(threads: int | None, optimization: str) -> ort.SessionOptions:
 
 
 def _create(
-    path: Path, provider: str, allow_fallback: bool, options: ort.SessionOptions
+    path: Path, provider: str, options: ort.SessionOptions, **where: Any
 ) -> ort.InferenceSession:
-    names = [PROVIDERS[provider]] + (["CPUExecutionProvider"] if provider != "cpu" else [])
+    """A session on a provider and no other; `where` says so to ONNX Runtime."""
     try:
-        session = ort.InferenceSession(_source(path, options), options, providers=names)
-    except _failures() as err:
+        # with its fallback it would print, take the CPU and say nothing
+        session = ort.InferenceSession(_source(path, options), options, enable_fallback=0, **where)
+    except failures() as err:
         raise BackendError(_load_error(path, provider, err)) from err
-    session.disable_fallback()
-    if session.get_providers()[0] != PROVIDERS[provider] and not allow_fallback:
+    if session.get_providers()[0] != PROVIDERS[provider]:
         raise BackendError(
             f"provider {provider!r} ({PROVIDERS[provider]}) could not start and ONNX Runtime "
             f"took {session.get_providers()[0]}: check its libraries, or allow the fallback to "
             "the CPU"
         )
     return session
+
+
+def _on_device(
+    provider: str, options: ort.SessionOptions, settings: dict[str, str], device: int
+) -> dict[str, Any]:
+    """How a session is told to run on a card; changes the options where that is the way."""
+    available = ort.get_available_providers()
+    if PROVIDERS[provider] not in available:  # a plugin, chosen by its device
+        del settings["device_id"]
+        devices = _plugin_devices() or []
+        if device >= len(devices):
+            raise BackendError(
+                f"card {device} was asked for; provider {provider!r} finds {len(devices)} "
+                "(numbered from 0)"
+            )
+        options.add_provider_for_devices([devices[device]], settings)
+        return {}
+    names: list[Any] = [(PROVIDERS[provider], {**_SETTINGS.get(provider, {}), **settings})]
+    if provider == "tensorrt" and PROVIDERS["cuda"] in available:  # for what TensorRT does not take
+        shared = {key: settings[key] for key in _SHARED if key in settings}
+        names.append((PROVIDERS["cuda"], {**_SETTINGS["cuda"], **shared}))
+    return {"providers": [*names, CPU]}
 
 
 def _source(path: Path, options: ort.SessionOptions) -> str | bytes:
@@ -350,53 +454,7 @@ def _source(path: Path, options: ort.SessionOptions) -> str | bytes:
     if not weights.is_file() or weights == graph.parent / WEIGHTS:
         return str(graph)
     options.add_session_config_entry(_WEIGHTS_FOLDER, str(weights.parent))
-    return _replaced(graph.read_bytes(), _LOCATION, WEIGHTS.encode(), weights.name.encode())
-
-
-def _replaced(message: bytes, path: tuple[int, ...], old: bytes, new: bytes) -> bytes:
-    """A protobuf message with another text in the fields at `path` that hold `old`."""
-    out = bytearray()
-    at = 0
-    while at < len(message):
-        start = at
-        key, at = _varint(message, at)
-        kind = key & 7
-        if kind == 2:  # length and bytes
-            size, at = _varint(message, at)
-            at += size
-            if key >> 3 == path[0]:
-                body = message[at - size : at]
-                if len(path) > 1:
-                    body = _replaced(body, path[1:], old, new)
-                elif body == old:
-                    body = new
-                out += _as_varint(key) + _as_varint(len(body)) + body
-                continue
-        elif kind == 0:
-            _, at = _varint(message, at)
-        else:
-            at += {1: 8, 5: 4}[kind]
-        out += message[start:at]
-    return bytes(out)
-
-
-def _varint(message: bytes, at: int) -> tuple[int, int]:
-    """A number of a protobuf message, and where it ends."""
-    value = shift = 0
-    while True:
-        byte = message[at]
-        value |= (byte & 0x7F) << shift
-        shift, at = shift + 7, at + 1
-        if byte < 0x80:
-            return value, at
-
-
-def _as_varint(value: int) -> bytes:
-    out = bytearray()
-    while value > 0x7F:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes([*out, value])
+    return replaced(graph.read_bytes(), _LOCATION, WEIGHTS.encode(), weights.name.encode())
 
 
 def map_embedding(weights: Path) -> ort.OrtValue | None:
@@ -429,7 +487,7 @@ def map_embedding(weights: Path) -> ort.OrtValue | None:
         raise BundleError(f"{weights} is damaged ({err}): copy the bundle again") from err
 
 
-def _failures() -> tuple[type[Exception], ...]:
+def failures() -> tuple[type[Exception], ...]:
     """What ONNX Runtime raises."""
     state = ort.capi.onnxruntime_pybind11_state
     names = (
@@ -440,7 +498,7 @@ def _failures() -> tuple[type[Exception], ...]:
     return (*found, RuntimeError, ValueError)
 
 
-def _first_line(err: Exception) -> str:
+def first_line(err: Exception) -> str:
     """What ONNX Runtime says, without its error code, its source file and the path."""
     text = " ".join(str(err).split())
     text = re.sub(r"^\[ONNXRuntimeError\] : \d+ : \w+ : ", "", text)
@@ -449,7 +507,7 @@ def _first_line(err: Exception) -> str:
 
 
 def _load_error(path: Path, provider: str, err: Exception) -> str:
-    text = _first_line(err)
+    text = first_line(err)
     lower = text.lower()
     remedy = "export the bundle again"
     if "ir version" in lower or "ir_version" in lower or "opset" in lower:

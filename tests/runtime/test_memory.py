@@ -246,7 +246,7 @@ def test_a_name_in_a_graph_can_be_replaced_by_one_of_any_length():
         tensor.external_data.add(key=key, value=value)
     model.graph.initializer.add(name="own", dims=[1], data_type=1, raw_data=b"\0" * 4)
     for name in ("a", "b" * 300):
-        raw = backend._replaced(
+        raw = backend.replaced(
             model.SerializeToString(), backend._LOCATION, WEIGHTS.encode(), name.encode()
         )
         found = onnx.ModelProto.FromString(raw)

@@ -60,18 +60,23 @@ def test_OR_01_no_silent_fallback(toy, provider, monkeypatch):
 
 def test_OR_01_a_provider_that_cannot_start_is_noticed(toy, monkeypatch):
     """A build that lists a provider whose libraries are missing takes the CPU in silence."""
-    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: [ort.PROVIDERS["cuda"]])
+    monkeypatch.setattr(
+        onnxruntime, "get_available_providers", lambda: [ort.PROVIDERS["cuda"], CPU]
+    )
     real, asked = onnxruntime.InferenceSession, []
 
-    def on_cpu(source, options, providers):
-        asked.append(providers[0])
+    def on_cpu(source, options, providers, enable_fallback):
+        asked.append(providers[0] if isinstance(providers[0], str) else providers[0][0])
+        assert enable_fallback == 0  # or it would print, and take the CPU by itself
         return real(source, options, providers=[CPU])
 
     monkeypatch.setattr(onnxruntime, "InferenceSession", on_cpu)
+    bundle, roles = Bundle.open(toy), ("denoise", "commit")
     with pytest.raises(BackendError, match="'cuda' .* could not start and ONNX Runtime took CPU"):
-        load(toy, provider="cuda")
-    assert answer(toy, provider="cuda", allow_fallback=True).provider == "cpu"
-    assert asked == ["CUDAExecutionProvider"] * 2 + [CPU]
+        ort.open_sessions(bundle, roles, provider="cuda")
+    sessions = ort.open_sessions(bundle, roles, provider="cuda", allow_fallback=True)
+    assert {session.provider for session in sessions.values()} == {"cpu"}
+    assert asked == ["CUDAExecutionProvider"] * 2 + [CPU] * 2
 
 
 def test_OR_01_unknown_names_are_usage_errors(toy):

@@ -144,6 +144,42 @@ def test_tokens_and_state_are_those_of_onnx_runtime(bench, bundle_path, engine_p
     assert not engine.uncaptured
 
 
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["F2", "F3", "F4"])
+def test_an_engine_of_a_fixed_batch_decodes_fewer_rows(bench, bundle_path, engine_path, name, way):
+    """Other rows fill its passes up; they are in no slot and change nothing."""
+    roles, memory = WAYS[way]
+    folder = engine_path(name, roles, least_rows=4)
+    expected = reference(bundle_path(name, fused=True), roles, 3)
+    engine = bench.open(folder, slots=3, memory=memory)
+    for _ in range(2):
+        assert decoded(engine) == decoded(expected)
+        assert states(engine) == states(expected)
+    alone = bench.open(folder, slots=1, memory=memory)
+    assert decoded(alone) == decoded(expected)
+    alone.warm_up()
+    assert not alone.uncaptured
+
+
+@pytest.mark.parametrize("name", ["F2", "F4"])
+def test_rows_that_fill_up_go_with_pairs_in_place(bench, bundle_path, tmp_path, name):
+    """What such a row would write stands in no slot, even after a long row stood there."""
+    source = bundle_path(name, fused=True)
+    bundle = Bundle.open(source, verify_weights=False)
+    pairs = {
+        port.present.name: port.past.name
+        for port in bundle.state.committed
+        if port.past.name in {given.name for given in bundle.graphs["commit"].inputs}
+    }
+    folder = stand_in.write_stand_in_engine(
+        tmp_path / "e", bundle, ("denoise", "commit"), aliases={"commit": pairs}, least_rows=3
+    )
+    engine = bench.open(folder, slots=4)
+    expected = reference(source, ("denoise", "commit"), 4)
+    assert decoded(engine) == decoded(expected)
+    assert states(engine) == states(expected)
+
+
 def test_weights_are_on_the_device_once_where_one_plan_serves(bench, engine_path):
     """`lean` loads one plan for every pass."""
     bench.open(engine_path("tiny-mamba"), memory="lean").denoise(np.zeros((1, 16), np.int64))
@@ -376,6 +412,16 @@ def test_warm_up_leaves_live_state(bench, bundle_path, engine_path, name, memory
     assert states(engine) == states(expected)
 
 
+def test_reduced_heads_of_a_fixed_batch(bench, bundle_path, engine_path):
+    roles = ("denoise_top_k", "commit")
+    engine = bench.open(engine_path("F2", roles, head="top_k", least_rows=4), head="top_k")
+    expected = reference(bundle_path("F2", fused=True, head="top_k"), roles, 1)
+    ids, places = np.full((1, engine.spec.block_len), 3), np.array([[0, 2]])
+    found, right = (one.denoise_at(ids, places) for one in (engine, expected))
+    assert found.keys() == right.keys()
+    assert all(np.array_equal(found[name], right[name]) for name in right)
+
+
 def test_a_pass_runs_once_before_it_is_captured(bench, engine_path):
     """Never inside a capture, never bound anew: the stand-in refuses both."""
     engine = bench.open(engine_path("F3"), slots=2, memory="fast")
@@ -604,6 +650,44 @@ def test_another_machine_is_refused_before_anything_is_loaded(bench, bundle_path
         assert re.search(text, message), message
         assert "fixedstate build BUNDLE --target tensorrt-rtx" in message
     assert bench.product.events == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "runs", "code"),
+    [
+        ({}, False, False),
+        ({"VERSION_COMPATIBLE": True}, True, True),
+        ({"VERSION_COMPATIBLE": True, "EXCLUDE_LEAN_RUNTIME": True}, True, False),
+        ({"VERSION_COMPATIBLE": True, "STRIP_PLAN": True}, False, False),
+    ],
+)
+def test_TR_02_a_newer_version_loads_what_was_built_for_it(
+    bench, bundle_path, tmp_path, flags, runs, code
+):
+    """The plan's own code is let run only where the plan brings it; none runs without weights."""
+    bundle = Bundle.open(bundle_path("F2", fused=True), verify_weights=False)
+    folder = stand_in.write_stand_in_engine(
+        tmp_path / "e",
+        bundle,
+        ("denoise", "commit"),
+        product="tensorrt",
+        version="11.1.0.3",
+        flags={"hardware_compatibility": "same", **flags},
+    )
+    bench.product.__version__ = "11.4.0.106"
+    runtimes = []
+    make = bench.product.Runtime
+    bench.product.Runtime = lambda logger: runtimes.append(make(logger)) or runtimes[-1]
+    if not runs:
+        words = "hold no weights" if flags else r"by TensorRT 11.1.0.3, here is TensorRT 11.4.0.106"
+        assert re.search(words, refused(bench, folder))
+        assert (runtimes, bench.product.events) == ([], [])
+        return
+    engine = bench.open(folder)
+    assert getattr(runtimes[0], "engine_host_code_allowed", False) is code
+    ids = np.zeros((1, engine.spec.block_len), np.int64)
+    expected = reference(bundle.path, ("denoise", "commit"), 1)
+    assert engine.denoise(ids).tobytes() == expected.denoise(ids).tobytes()
 
 
 def test_no_card_and_no_product(bench, engine_path, monkeypatch):

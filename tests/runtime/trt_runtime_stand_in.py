@@ -525,6 +525,7 @@ def write_stand_in_engine(
     *,
     precision: str = "fp32",
     rows: int = 4,
+    least_rows: int = 1,
     blocks: int = 8,
     columns: tuple[int, int, int] = (256, 512, 4096),
     aliases: Mapping[str, Mapping[str, str]] | None = None,
@@ -538,6 +539,7 @@ def write_stand_in_engine(
         roles: Of the plans.
         precision: Of the ports; bf16 is rounded between fp32 graphs.
         rows: Most rows.
+        least_rows: Fewest and usual rows.
         blocks: Most blocks of a commit.
         columns: Least, usual and most columns of keys and values.
         aliases: Pairs that share memory, by role.
@@ -557,7 +559,11 @@ def write_stand_in_engine(
             [
                 {"B": b, "n": n, "m": n, "C": c, "R": r}
                 for b, n, c, r in zip(
-                    (1, 1, rows), (low, low, high), columns, (1, 1, length), strict=True
+                    (least_rows, least_rows, rows),
+                    (low, low, high),
+                    columns,
+                    (1, 1, length),
+                    strict=True,
                 )
             ]
             for low, high in spans

@@ -168,7 +168,7 @@ def open_decoder(bundle: Path, options: Mapping[str, Any], slots: int) -> Decode
             memory=options["memory"],
             head=options["head"],
         )
-    if what == "engine":
+    if what == "engine" or options["provider"] != "cpu":
         # before the interpreter ends: what is on the device goes in order
         click.get_current_context().call_on_close(decoder.close)
     return decoder

@@ -7,8 +7,9 @@ Builds an engine of the bundle for this card (or takes one, ``--engine FOLDER``)
 runtime's own adapter, and looks at what only a card can show: that its passes give what ONNX
 Runtime gives along a trajectory, that the laws hold, that warm-up and capture leave live state
 alone, that a CUDA graph gives what single launches give, that an engine of the wrong card is
-refused, and how long passes take. Exit 1 if anything was wrong. ``tests/gpu/engine.py`` looks below
-that, at plugins against function bodies.
+refused, and how long passes take. ``--provider cuda`` looks at a provider of ONNX Runtime instead:
+the same comparison, laws and times, and where its nodes run. Exit 1 if anything was wrong.
+``tests/gpu/engine.py`` looks below that, at plugins against function bodies.
 """
 
 from __future__ import annotations
@@ -145,19 +146,18 @@ def laws(opens: Callable[[int], Any], precision: str, problems: Problems) -> lis
     return [law.to_dict() for law in found]
 
 
-def times(engine: Any, plain: Any) -> list[dict[str, Any]]:
-    """Median milliseconds of a pass, with everything that travels, waited for."""
-    length, out = engine.spec.block_len, []
+def times(**ways: Any) -> list[dict[str, Any]]:
+    """Median milliseconds of a pass, with everything that travels, waited for, by engine."""
+    out = []
     for rows in (1, ROWS):
-        ids = np.full((rows, length), 1)
-        for way, one in (("graph", engine), ("launches", plain)):
+        for way, one in ways.items():
+            length = one.spec.block_len
+            ids = np.full((rows, length), 1)
             for row in range(rows):
                 one.reset(row)
             passes = {
                 "denoise": lambda one=one, ids=ids: one.denoise(ids),
-                "commit": lambda one=one, ids=ids, rows=rows: one.commit(
-                    ids, np.full(rows, length)
-                ),
+                "commit": lambda one=one, ids=ids: one.commit(ids, np.full(*ids.shape)),
             }
             for name, run in passes.items():
                 taken, limit = [], one.limit or 10**9
@@ -216,7 +216,7 @@ def measure(
         results["compared"] = compare(engine, other, Tolerance.of(precision), problems)
         results["captured"] = capture(engine, plain, problems)
         results["laws"] = laws(opens, precision, problems)
-        results["times"] = times(engine, plain)
+        results["times"] = times(graph=engine, launches=plain)
         try:
             trt.open_engine(folder, device=99, **stand_ins).close()
             problems.append("card 99 was not refused")
@@ -227,11 +227,41 @@ def measure(
             one.close()
 
 
+def measure_provider(bundle_path: Path, provider: str, results: dict[str, Any]) -> None:
+    """The same of a provider of ONNX Runtime, as far as it has it; the bundle is a float32 one."""
+    from fixedstate.bundle import Bundle
+    from fixedstate.runtime.compare import Tolerance
+    from fixedstate.runtime.decoder import open_engine
+
+    problems, bundle = results["problems"], Bundle.open(bundle_path)
+    precision = bundle.precision.name
+    opened: list[Any] = []
+
+    def opens(slots: int) -> Any:
+        while len(opened) > 2:
+            opened.pop().close()
+        limit = 64 * bundle.spec.block_len
+        opened.append(open_engine(bundle, provider=provider, slots=slots, limit=limit))
+        return opened[-1]
+
+    try:
+        engine = opens(ROWS)
+        results["provider"], results["places"] = engine.provider, engine.places
+        other = open_engine(bundle, slots=ROWS)
+        results["compared"] = compare(engine, other, Tolerance.of(precision), problems)
+        results["laws"] = laws(opens, precision, problems)
+        results["times"] = times(**{provider: engine})
+    finally:
+        for one in opened:
+            one.close()
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--engine", type=Path, help="one that was built already")
     parser.add_argument("--target", choices=("tensorrt", "tensorrt-rtx"), default="tensorrt")
+    parser.add_argument("--provider", help="of ONNX Runtime, in place of an engine")
     parser.add_argument("--precision", choices=("fp32", "fp16", "bf16"), default="fp16")
     parser.add_argument("--out", type=Path, default=Path("engines.json"))
     options = parser.parse_args(arguments)
@@ -240,13 +270,16 @@ def main(arguments: list[str] | None = None) -> int:
         "problems": [],
     }
     try:
-        with tempfile.TemporaryDirectory() as scratch:
-            engine = options.engine
-            if engine is None:
-                engine, results["build_seconds"] = built(
-                    options.bundle, options.target, options.precision, Path(scratch, "e")
-                )
-            measure(options.bundle, engine, results)
+        if options.provider:
+            measure_provider(options.bundle, options.provider, results)
+        else:
+            with tempfile.TemporaryDirectory() as scratch:
+                engine = options.engine
+                if engine is None:
+                    engine, results["build_seconds"] = built(
+                        options.bundle, options.target, options.precision, Path(scratch, "e")
+                    )
+                measure(options.bundle, engine, results)
     except Exception as error:
         results["problems"].append(f"{type(error).__name__}: {error}")
     text = json.dumps(results, indent=1)

@@ -31,3 +31,28 @@ def test_an_engine_is_right_on_this_card(bundle_path, tmp_path, target, precisio
     assert results["problems"] == [], done.stdout[-4000:] + done.stderr[-4000:]
     assert done.returncode == 0
     assert results["captured"]["graphs"]
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(660)
+@pytest.mark.parametrize("provider", ["cuda", "tensorrt", "tensorrt-rtx"])
+def test_a_provider_is_right_on_this_card(bundle_path, tmp_path, provider):
+    from fixedstate.errors import BackendError
+    from fixedstate.runtime.ort import choose_provider
+
+    try:
+        choose_provider(provider)
+    except BackendError as error:
+        pytest.skip(str(error))
+    out = tmp_path / "provider.json"
+    command = [sys.executable, RUN, bundle_path("tiny-hybrid"), "--provider", provider]
+    done = subprocess.run(
+        list(map(str, [*command, "--out", out])),
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+    )
+    results = json.loads(out.read_text())
+    assert results["problems"] == [], done.stdout[-4000:] + done.stderr[-4000:]
+    assert (done.returncode, results["provider"]) == (0, provider)

@@ -24,14 +24,14 @@ from typing import Any
 
 import torch
 from harness import load_average, machine
-from m100 import b3, m100
+from m100 import b3, hybrid1b, hybrid100, m100
 
 from fixedstate.bundle import PARITY, WEIGHTS
 from fixedstate.export.checkpoint import save_checkpoint, tensor_shapes
 from fixedstate.export.weights import random_tensor
 from fixedstate.spec import ModelSpec
 
-MODELS = {"b3": b3, "m100": m100}
+MODELS = {"b3": b3, "m100": m100, "hybrid100": hybrid100, "hybrid1b": hybrid1b}
 SHARDS = 8
 
 

@@ -2,9 +2,9 @@
 
 The plan comes first and refuses what cannot work (:mod:`fixedstate.export.profiles`). A graph whose
 precision is asked for is converted, and compared with the float32 one in ONNX Runtime before
-TensorRT sees it (:mod:`fixedstate.export.precision`). Each graph is parsed and built in a process
-of its own (:mod:`fixedstate.export.engineprocess`), and what came out is compared with the plan:
-ports, number of plugins. The folder appears when all roles are done.
+TensorRT sees it (:mod:`fixedstate.export.precisioncheck`). Each graph is parsed and built in a
+process of its own (:mod:`fixedstate.export.engineprocess`), and what came out is compared with the
+plan: ports, number of plugins. The folder appears when all roles are done.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from fixedstate.export.cards import first_card
 from fixedstate.export.enginecache import EngineCache
 from fixedstate.export.passes import serialised
 from fixedstate.export.pluginuse import judge
-from fixedstate.export.precision import check_precision, convert_bundle, require_precision
+from fixedstate.export.precisioncheck import check_precision, require_precision
+from fixedstate.export.precisionfiles import convert_bundle
 from fixedstate.export.profiles import BuildPlan, BuildRequest, RolePlan, plan, symbol_ranges
 from fixedstate.export.targets import ENTERPRISE, RTX
 from fixedstate.plugins import ptx

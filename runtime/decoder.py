@@ -246,7 +246,8 @@ def load(
             ``top_k`` of the open slots instead of all scores, which costs less. Requests that
             need more are refused.
         engine_cache: Folder in which the providers ``tensorrt`` and ``tensorrt-rtx`` keep the
-            engines that they build; None builds them at every load.
+            engines that they build, and an engine of TensorRT-RTX what it compiles for this card;
+            None does all of it at every load.
 
     Raises:
         BundleError: for a missing, damaged or newer bundle.
@@ -257,12 +258,19 @@ def load(
     if limit is not None and limit < 1:
         raise UsageError(f"limit must be 1 token or more; got {limit}")
     if Path(path, _ENGINE).is_file():
-        _check_options(threads, provider, allow_fallback, optimization, engine_cache)
+        _check_options(threads, provider, allow_fallback, optimization)
         from fixedstate.runtime import trt
         from fixedstate.runtime.enginefile import EngineFolder
 
         folder = EngineFolder.open(path, verify=verify_weights)
-        device = trt.open_engine(folder, slots=slots, limit=limit, memory=memory, head=head)
+        device = trt.open_engine(
+            folder,
+            slots=slots,
+            limit=limit,
+            memory=memory,
+            head=head,
+            runtime_cache=None if engine_cache is None else Path(engine_cache),
+        )
         return Decoder(folder, device, time.perf_counter() - start)
     bundle = Bundle.open(path, verify_weights=verify_weights)
     engine: SessionEngine | FullEngine | DeviceEngine
@@ -299,7 +307,6 @@ def _check_options(
     provider: str,
     allow_fallback: bool,
     optimization: str,
-    engine_cache: str | os.PathLike[str] | None,
 ) -> None:
     """Refuse what is said about ONNX Runtime where an engine is opened.
 
@@ -311,7 +318,6 @@ def _check_options(
         f"provider {provider!r}": provider != "cpu",
         "a fallback to the CPU": allow_fallback,
         f"optimization {optimization!r}": optimization != "all",
-        "an engine_cache": engine_cache is not None,
     }
     for what, is_given in given.items():
         if is_given:

@@ -47,6 +47,9 @@ CARD = "card"
 VERSION_COMPATIBLE = "VERSION_COMPATIBLE"
 """Flag of TensorRT, by its name there: newer versions run the engine as well."""
 
+STRIP_PLAN = "STRIP_PLAN"
+"""Flag of both products, by its name there: the plans hold no weights until they are refitted."""
+
 TIMING_CACHE = "timing_cache"
 """Flag of TensorRT: whether a timing cache was used. TensorRT-RTX has none."""
 
@@ -418,6 +421,9 @@ def _product_reasons(identity: Identity, here: Here) -> _Reasons:
         )
     elif not _runs(identity.version, here.version, compatible):
         yield f"{built}, here is {name} {here.version}", ""
+    if identity.flags.get(STRIP_PLAN, False):
+        # an engine's folder has no weights beside its plans, so there is nothing to refit them with
+        yield f"its plans hold no weights (builder flag {STRIP_PLAN}) and are not refitted here", ""
     if here.os != identity.os:
         yield f"it was built for {identity.os}, here is {here.os}", ""
 

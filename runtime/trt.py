@@ -70,7 +70,7 @@ def open_engine(
         graphs: Whether passes become CUDA graphs at their second run; without, every kernel is
             launched anew.
         runtime_cache: Folder in which TensorRT-RTX keeps what it compiles for this card; None
-            compiles it in every process.
+            compiles it in every process. TensorRT compiles nothing here and takes none.
         module: Stands in for the Python module of TensorRT or TensorRT-RTX.
         cuda: Stands in for the CUDA driver's library.
 
@@ -82,6 +82,11 @@ def open_engine(
     """
     folder = engine if isinstance(engine, EngineFolder) else EngineFolder.open(engine)
     roles = plan_roles(folder, memory, head)
+    if runtime_cache is not None and folder.identity.product != "tensorrt-rtx":
+        raise UsageError(
+            f"a cache in {runtime_cache} was asked for, but {folder.path} is of "
+            f"{PRODUCTS[folder.identity.product]}, whose plans hold all their kernels: leave it out"
+        )
     with ExitStack() as stack:
         trt, driver = _prepare(folder, device, module, cuda, stack)
         runner = _Runner(folder, trt, driver, runtime_cache)

@@ -1,13 +1,17 @@
 """Number 3 of the engines: requests and engines that cannot work, each with its one sentence.
 
-Run with `-s` to read them; docs/engines.md shows the same list.
+The table of docs/engines.md shows most of them, word for word: what it says is compared here.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import signal
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,6 +30,8 @@ from fixedstate.runtime.identity import Card, Here, other_model
 RTX = ("--target", "tensorrt-rtx")
 TRT = ("--target", "tensorrt", "--compute-capability", "9.0", "--plugins", "none")
 HUGE = "1:1:2000000000"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "engines.md"
+RTX_VERSION, TRT_VERSION = "1.7.1.116", "11.4.0.106"
 
 REQUESTS: dict[str, tuple[tuple[str, ...], int, str]] = {
     "a range that falls": (
@@ -99,6 +105,99 @@ REQUESTS: dict[str, tuple[tuple[str, ...], int, str]] = {
 }
 
 
+SHOWN = {
+    "a range that falls": "`--batch 8:1:1`",
+    "more elements than TensorRT counts": "`--batch 1:1:2000000000`",
+    "more blocks than the cache holds": "`--blocks 1:1:1000 --capacity 8:64:512`",
+    "a card of the other product": "TensorRT-RTX for 9.0",
+    "bfloat16 on a card that has none": "bf16 for 7.5",
+    "plugins that float32 cannot have": "plugins required, fp32",
+    "a precision as a flag": "`--builder-flag FP16`",
+    "stripped weights without a card": "`--builder-flag STRIP_PLAN`, no card",
+    "a timing cache of TensorRT-RTX": "a timing cache, TensorRT-RTX",
+    "no TensorRT": "TensorRT is not installed",
+}
+"""Rows of the table in docs/engines.md, by request."""
+
+
+def _failed(stage: str, *texts: str, **more: object) -> dict[str, object]:
+    return {"ok": False, "stage": stage, "texts": list(texts), **more}
+
+
+def _error(node: str, op: str, text: str) -> dict[str, str]:
+    return {"node": node, "op": op, "text": text}
+
+
+ENDS: dict[str, tuple[str, str, engineprocess.Finished]] = {
+    "the parser fails": (
+        "tensorrt",
+        TRT_VERSION,
+        engineprocess.Finished(
+            _failed(
+                "parse",
+                errors=[
+                    _error("layers.0.scan", "Scan", "Assertion failed: scan axis must be 0"),
+                    _error("layers.1.pad", "Pad", "INVALID_NODE: pads are not constant"),
+                ],
+            ),
+            *(0, 0, 1.0, ""),
+        ),
+    ),
+    "the builder gives nothing": (
+        "tensorrt",
+        TRT_VERSION,
+        engineprocess.Finished(
+            _failed("build", "Error Code 10: no implementation for node MatMul_7."),
+            *(0, 0, 1.0, ""),
+        ),
+    ),
+    "the builder ends its process": (
+        "tensorrt-rtx",
+        RTX_VERSION,
+        engineprocess.Finished(
+            None, -signal.SIGABRT, 0, 1.0, "terminate called without an active exception"
+        ),
+    ),
+    "memory runs out": (
+        "tensorrt",
+        TRT_VERSION,
+        engineprocess.Finished(None, -signal.SIGKILL, 21_400_000_000, 1.0, ""),
+    ),
+}
+"""How the process that builds can end, by row; test_engine.py lets it end so for real."""
+
+OTHERS = {
+    "plugins of another version",
+    "it takes too long",
+    "an edited plan",
+    "another version, system or card",
+    "a plan without weights",
+    "another graph",
+}
+"""Rows that tests of their own compare."""
+
+
+def documented() -> dict[str, str]:
+    """Message by request, as the table of docs/engines.md has them."""
+    section = DOCUMENT.read_text().split("## When it does not work\n")[1].split("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line[:1] == "|"]
+    return dict(rows[2:])
+
+
+def assert_documented(row: str, message: str) -> None:
+    """Dots in the table stand for anything, and one hash for another."""
+    shown = documented()[row]
+    hashes = re.compile(r"[0-9a-f]{16}(?=\.\.\.)")
+    words = re.escape(hashes.sub("HASH", shown)).replace(re.escape("..."), ".*")
+    pattern = words.replace("HASH", "[0-9a-f]{16}")
+    assert re.fullmatch(pattern, message), f"{row}:\n  shown: {shown}\n  said:  {message}"
+
+
+def test_every_row_of_the_table_is_compared() -> None:
+    assert set(documented()) == {*SHOWN.values(), *ENDS, *OTHERS}
+    assert set(SHOWN) <= set(REQUESTS)
+
+
 @pytest.fixture(scope="session")
 def bundle(bundle_path: Callable[..., Path]) -> Path:
     return bundle_path("F3")
@@ -122,11 +221,12 @@ def test_a_request_that_cannot_work(
     done = CliRunner().invoke(
         cli, ["build", str(bundle), "-o", str(target), *words], prog_name="fixedstate"
     )
-    print(f"{name}: fixedstate build BUNDLE {' '.join(words)}\n    {done.stderr}", end="")
     assert (done.exit_code, done.stdout) == (code, "")
     assert done.stderr.startswith("error: ")
     assert said in done.stderr
     assert done.stderr.count("\n") == 1
+    if name in SHOWN:
+        assert_documented(SHOWN[name], done.stderr.removeprefix("error: ").strip())
     assert list(tmp_path.iterdir()) == []
 
 
@@ -153,19 +253,35 @@ def test_a_missing_plugin(bundle_path, tmp_path: Path, monkeypatch) -> None:
     request = BuildRequest(target="tensorrt", capabilities=("9.0",), roles=("denoise",))
     with pytest.raises(BackendError) as info:
         engine.build(Bundle.open(bundle_path("F3")), request, tmp_path / "e")
-    print(info.value)
     assert "it is registered in version '2', not '1'" in str(info.value)
+    assert_documented("plugins of another version", str(info.value))
+
+
+@pytest.mark.parametrize("row", ENDS)
+def test_a_build_that_ends_badly(row: str) -> None:
+    """What is made of how its process ended."""
+    target, version, finished = ENDS[row]
+    with pytest.raises(BackendError) as info:
+        engineprocess.require(finished, target, version, "denoise")
+    assert_documented(row, str(info.value))
+
+
+def test_a_build_that_takes_too_long() -> None:
+    with pytest.raises(BackendError) as info:
+        engineprocess._check_time(time.monotonic() - 601, 600)
+    assert_documented("it takes too long", str(info.value))
 
 
 # --- engines -------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> EngineFolder:
-    """An engine of stand-in plans, for 8.9 and 12.0."""
-    source = write_placeholder_bundle(tmp_path / "my.bundle")
-    (tmp_path / "my.engine").mkdir()
-    return fill_engine(tmp_path / "my.engine", source, identity_of(source))
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EngineFolder:
+    """An engine of stand-in plans, for 8.9 and 12.0, by a relative path."""
+    monkeypatch.chdir(tmp_path)
+    source = write_placeholder_bundle(Path("log.bundle"))
+    Path("log.engine").mkdir()
+    return fill_engine(Path("log.engine"), source, identity_of(source))
 
 
 def test_an_edited_plan(folder: EngineFolder) -> None:
@@ -173,7 +289,7 @@ def test_an_edited_plan(folder: EngineFolder) -> None:
     done = CliRunner().invoke(cli, ["inspect", str(folder.path)])
     assert done.exit_code == 1
     assert "denoise.plan was changed after the build: sha256 " in done.stderr
-    print(done.stderr)
+    assert_documented("an edited plan", done.stderr.removeprefix("error: ").strip())
 
 
 def test_a_newer_schema(folder: EngineFolder) -> None:
@@ -182,7 +298,6 @@ def test_a_newer_schema(folder: EngineFolder) -> None:
     done = CliRunner().invoke(cli, ["inspect", str(folder.path)])
     assert done.exit_code == 1
     assert "has schema 99, this version reads up to 1" in done.stderr
-    print(done.stderr)
 
 
 def test_another_version_card_and_system(folder: EngineFolder) -> None:
@@ -191,20 +306,31 @@ def test_another_version_card_and_system(folder: EngineFolder) -> None:
     here = Here(identity.product, "9.9.9", "windows-x86_64", (Card("7.5", "RTX 2080"),))
     text = folder.refusal(here)
     assert text is not None
-    print(text)
     assert identity.version in text
     assert "here is TensorRT" in text
     assert "9.9.9" in text
     assert "windows-x86_64" in text
     assert "has 7.5" in text
     assert "fixedstate build BUNDLE --target" in text
+    newer = replace(here, version="1.8.0.5", os=identity.os)
+    assert_documented("another version, system or card", folder.refusal(newer) or "")
 
 
-def test_another_graph(folder: EngineFolder, tmp_path: Path) -> None:
+def test_a_plan_without_weights(folder: EngineFolder) -> None:
+    """Where all else fits, since nothing would say that its passes compute with no weights."""
+    identity = folder.identity
+    here = Here(identity.product, identity.version, identity.os, (Card("8.9"),))
+    assert folder.refusal(here) is None
+    stripped = replace(identity, flags={**identity.flags, "STRIP_PLAN": True})
+    text = replace(folder, identity=stripped).refusal(here)
+    assert_documented("a plan without weights", text or "")
+
+
+def test_another_graph(folder: EngineFolder) -> None:
     """The engine of another export of the model."""
-    other = write_placeholder_bundle(tmp_path / "other.bundle", graphs="another graph")
+    other = write_placeholder_bundle(Path("other.bundle"), graphs="another graph")
     text = other_model(folder.identity, other)
     assert text is not None
-    print(text)
     assert "its denoise was built from graph" in text
     assert "build it again" in text
+    assert_documented("another graph", text)

@@ -940,6 +940,22 @@ def test_load_refuses_settings_of_the_other_back_end(engine_path):
             load(folder, **options)
 
 
+def test_load_keeps_what_is_compiled_where_it_is_told(
+    bench, bundle_path, engine_path, monkeypatch, tmp_path
+):
+    """TensorRT-RTX compiles for the card at load; TensorRT has nothing to keep."""
+    use(bench, monkeypatch)
+    with load(engine_path("F2"), engine_cache=tmp_path / "kept") as decoder:
+        decoder.generate(requests(decoder.spec)[:1])
+    assert {file.suffix for file in (tmp_path / "kept").iterdir()} == {".runtime"}
+    bundle = Bundle.open(bundle_path("F2", fused=True), verify_weights=False)
+    other = stand_in.write_stand_in_engine(
+        tmp_path / "e", bundle, ROLES, product="tensorrt", version="10.13.3.9"
+    )
+    with pytest.raises(UsageError, match="is of TensorRT, whose plans hold all their kernels"):
+        load(other.path, engine_cache=tmp_path / "kept")
+
+
 def test_generate_takes_an_engine(bench, bundle_path, engine_path, monkeypatch):
     """The same text as from the bundle; prompts beyond its rows wait."""
     from click.testing import CliRunner

@@ -83,7 +83,8 @@ def show(data: dict[str, Any]) -> None:
             ("checked", check.get("kind")),
             (
                 "worst difference",
-                f"{worst['rms_rel']:.2g} of the deviation of {worst['port']} (root mean square)"
+                f"{worst['port']}: {worst['rms_rel']:.2g} of its deviation root mean square, "
+                f"{worst['max_rel']:.2g} at most, {worst['peak_rel']:.2g} of its largest value"
                 if isinstance(worst, dict)
                 else None,
             ),

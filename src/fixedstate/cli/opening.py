@@ -87,6 +87,12 @@ _ENGINE = (
         "--allow-fallback", is_flag=True, help="Run on the CPU where the provider cannot."
     ),
     click.option(
+        "--engine-cache",
+        type=click.Path(file_okay=False),
+        metavar="FOLDER",
+        help="Keep what tensorrt and tensorrt-rtx compile for this card [default: nowhere].",
+    ),
+    click.option(
         "--head",
         type=click.Choice(["logits", "confidence", "entropy", "top_k"]),
         default="logits",
@@ -167,6 +173,7 @@ def open_decoder(bundle: Path, options: Mapping[str, Any], slots: int) -> Decode
             limit=options["max_context"],
             memory=options["memory"],
             head=options["head"],
+            engine_cache=options["engine_cache"],
         )
     if what == "engine" or options["provider"] != "cpu":
         # before the interpreter ends: what is on the device goes in order

@@ -1,0 +1,477 @@
+"""Graphs converted to another precision beside the float32 ones, along trajectories."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from fixedstate.bundle import Bundle, Graph, write_atomic
+from fixedstate.errors import ParityError, UsageError
+from fixedstate.export.passes import serialised
+from fixedstate.export.precisionrounding import emulate_half
+from fixedstate.ports import Array, numpy_dtype
+from fixedstate.runtime.compare import Tolerance, difference, draw_inputs
+from fixedstate.runtime.engine import SessionEngine
+from fixedstate.runtime.ort import OrtSession, open_sessions
+from fixedstate.spec import ModelSpec
+from fixedstate.state import Precision, StateSpec, graph_ports, split_role
+
+CHECKED_BLOCKS = 4
+"""Blocks along which :func:`check_precision` compares."""
+
+SAMPLE = (
+    "set lamp_2 on\nset lamp_7 off\nread sensor_4\nsensor_4 is 21.5\nmove arm_1 to 40 12\n"
+    "Once the state has a fixed size, a long text costs as much memory as a short one.\n"
+    '{"arm": 1, "place": [40, 12], "lamps": {"2": true, "7": false}}\n'
+    "for name in names:\n    print(name, count[name] + 1)\n"
+)
+"""Text along which models with a tokenizer are compared."""
+
+_CHECKED_ROWS = 3
+_ROUNDED = ".rounded.onnx"  # how the files end that are run in place of half graphs
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """How far one port of a converted graph is from float32, and what was allowed.
+
+    Attributes:
+        place: Where on the way.
+        port: Its name, and the row where it is a state.
+        max_abs: Largest difference.
+        max_rel: The same as a share of the port's deviation.
+        rms_rel: Root mean square of the difference, as such a share.
+        peak_rel: Largest difference as a share of the port's largest value.
+        passed: Whether that is allowed.
+        problem: What is wrong beside the size of the difference.
+    """
+
+    place: str
+    port: str
+    max_abs: float
+    max_rel: float
+    rms_rel: float
+    peak_rel: float
+    passed: bool
+    problem: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-ready mapping; numbers that have no meaning are None."""
+        out = {name: getattr(self, name) for name in self.__slots__}
+        return {
+            k: None if isinstance(v, float) and not np.isfinite(v) else v for k, v in out.items()
+        }
+
+
+def check_precision(
+    bundle: Bundle,
+    converted: Bundle,
+    *,
+    seed: int = 0,
+    threads: int | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> dict[str, Any]:
+    """Compare converted graphs with the float32 ones along trajectories, in ONNX Runtime.
+
+    Each side carries its own state over :data:`CHECKED_BLOCKS` blocks of :data:`SAMPLE`, of random
+    tokens where the bundle has no tokenizer, and denoises blocks of which half is masked. Half
+    graphs run in float32 as :mod:`fixedstate.export.precisionrounding` rounds them.
+    One graph at a time is loaded, since each holds all weights: states go from a graph that
+    commits to one that denoises as arrays. Where no graph commits, a graph that denoises reads the
+    states of the float32 side.
+
+    A port passes if the root mean square of the difference is within the tolerance's share of its
+    deviation and the largest difference within that share of its largest value, or if all of it is
+    below the tolerance's floor. The largest difference as a share of the deviation stands in the
+    report and does not decide: it is the size of one value among some thousands, and a scan state
+    of few large values among many small ones has a deviation far below the large. Tokens of a
+    reduced head may be others if float32 scores them as high within twice the tolerance.
+
+    Args:
+        bundle: The float32 bundle.
+        converted: What :func:`fixedstate.export.precisionfiles.convert_bundle` made of it, of any
+            of its roles.
+        seed: Of masks and random tokens.
+        threads: Of a pass; None for ONNX Runtime's choice.
+        progress: Told what is compared.
+
+    Returns:
+        ``kind`` (how it was run), ``reference``, ``passed``, ``graphs``, ``tokens``, ``blocks``,
+        ``comparisons``, ``worst`` (place, port and sizes), ``largest`` (each size at its worst over
+        all logits and states), ``beyond_deviation`` (of these, arrays whose largest difference is
+        more than the tolerance's share of the deviation) and ``tolerance``.
+        :func:`require_precision` raises where it failed.
+
+    Raises:
+        BackendError: where ONNX Runtime cannot run a graph.
+    """
+    say = progress or (lambda _: None)
+    name = converted.precision.name
+    tolerance = Tolerance.of(name)
+    roles = list(converted.graphs)
+    found: list[_Found] = []
+    reduced: list[_Found] = []
+    ids = _tokens(bundle)
+    way = _Way.of(bundle.spec, ids, seed)
+    with _runnable(converted) as runnable:
+        for group in _groups(roles):
+            say(f"comparing {', '.join(group)} at {name} with float32")
+            if split_role(group[0])[1] != "logits":
+                reduced += _head_differences(bundle, runnable, group[0], seed, threads, tolerance)
+            else:
+                found += _differences(bundle, runnable, group, way, threads, tolerance)
+    every = [*found, *reduced]
+    worst = max(every, key=lambda one: (not one.passed, bool(one.problem), one.max_rel))
+    sized = [one for one in found if not one.problem]
+    sizes = ("max_rel", "rms_rel", "peak_rel")
+    return {
+        "kind": f"{name} graphs in ONNX Runtime on the CPU, in float32 rounded by pairs of casts",
+        "reference": "the bundle's float32 graphs in ONNX Runtime on the CPU",
+        "passed": all(one.passed for one in every),
+        "graphs": roles,
+        "tokens": "random" if ids is None else "text",
+        "blocks": CHECKED_BLOCKS,
+        "comparisons": len(every),
+        "worst": worst.to_dict(),
+        "largest": {
+            name: max((getattr(one, name) for one in sized), default=0.0) for name in sizes
+        },
+        "beyond_deviation": sum(not tolerance.allows(one.max_abs, one.max_rel) for one in sized),
+        "tolerance": tolerance.to_dict(),
+    }
+
+
+def require_precision(report: Mapping[str, Any], fp32_layers: Collection[int] = ()) -> None:
+    """Raise where the graphs of a precision are not close enough to float32.
+
+    Args:
+        report: What :func:`check_precision` gave.
+        fp32_layers: The layers that stayed float32.
+
+    Raises:
+        ParityError: naming place, port, size and tolerance, and what to do.
+    """
+    if report["passed"]:
+        return
+    worst, limit = report["worst"], report["tolerance"]
+    what = worst["problem"] or (
+        f"differs by {worst['max_abs']:.3g}, {worst['max_rel']:.3g} of its deviation "
+        f"({worst['rms_rel']:.3g} root mean square), {worst['peak_rel']:.3g} of its largest value"
+    )
+    also = "more layers" if fp32_layers else "layers"
+    other = "bf16 or fp32" if limit["precision"] == "fp16" else "fp32"
+    raise ParityError(
+        f"{limit['precision']} graphs differ from float32: {worst['place']}, {worst['port']}: "
+        f"{what} (allowed: {limit['relative']}): build at --precision {other}, or keep {also} in "
+        "float32 with --fp32-layers"
+    )
+
+
+def _difference(place: str, port: str, right: Array, given: Array, tolerance: Tolerance) -> _Found:
+    """How one port differs."""
+    plain = difference(port, right, given, tolerance)
+    if plain.problem or not plain.max_rel:
+        # a reference of zeros has no deviation: nothing but rounding noise is as good
+        passed = plain.passed and plain.max_abs <= tolerance.floor
+        return _Found(place, port, plain.max_abs, plain.max_rel, 0.0, 0.0, passed, plain.problem)
+    exact = right.astype(np.float64)
+    gap = given.astype(np.float64) - exact
+    scale = plain.max_abs / plain.max_rel
+    rms = float(np.sqrt(np.mean(gap * gap))) / scale
+    peak = plain.max_abs / float(np.abs(exact).max())
+    near = rms <= tolerance.relative and peak <= tolerance.relative
+    passed = near or plain.max_abs <= tolerance.floor
+    return _Found(place, port, plain.max_abs, plain.max_rel, rms, peak, passed)
+
+
+@contextlib.contextmanager
+def _runnable(converted: Bundle) -> Iterator[Bundle]:
+    """The bundle as float32 graphs that round, which ONNX Runtime's CPU provider runs as told."""
+    state = StateSpec.of(converted.spec)
+    made: dict[str, Graph] = {}
+    try:
+        for role, graph in converted.graphs.items():
+            model = emulate_half(ir.load(converted.path / graph.file))
+            inputs, outputs = graph_ports(converted.spec, state, role, graph.top_k)
+            made[role] = replace(graph, file=role + _ROUNDED, inputs=inputs, outputs=outputs)
+            write_atomic(converted.path / made[role].file, serialised(model))
+        yield replace(converted, precision=Precision(), state=state, graphs=made)
+    finally:
+        for graph in made.values():
+            (converted.path / graph.file).unlink(missing_ok=True)
+
+
+def _groups(roles: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """Roles that are run together: a trajectory needs one to commit and one to denoise."""
+    left = dict.fromkeys(roles)
+    if "denoise" in left and "commit" in left:
+        yield "denoise", "commit"
+        del left["denoise"], left["commit"]
+    for role in left:
+        yield (role,)
+
+
+def _tokens(bundle: Bundle) -> Array | None:
+    """Ids of the sample; None where the bundle has no tokenizer."""
+    try:
+        from fixedstate.runtime.text import Text
+
+        ids = Text.open(bundle).encode(SAMPLE)
+    except UsageError:
+        return None
+    if not ids:
+        raise ParityError("the bundle's tokenizer gives no ids for plain text: check it")
+    return np.asarray(ids, np.int64)
+
+
+# --- along a trajectory --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """The tokens of a trajectory.
+
+    Attributes:
+        clean: Blocks (rows, L), one more than are committed.
+        masked: The same, half of each masked.
+        lengths: How much of a clean block each row commits: the second row skips every other one.
+    """
+
+    clean: tuple[Array, ...]
+    masked: tuple[Array, ...]
+    lengths: tuple[Array, ...]
+
+    @classmethod
+    def of(cls, spec: ModelSpec, ids: Array | None, seed: int) -> _Way:
+        """Along a text, or along random tokens."""
+        rng = np.random.default_rng(seed)
+        length, rows = spec.block_len, _CHECKED_ROWS
+        count = (CHECKED_BLOCKS + 1) * length
+        if ids is None:
+            tokens = rng.integers(0, spec.vocab_size, (rows, count))
+        else:  # every row begins elsewhere in the text
+            starts = np.arange(rows)[:, None] * len(ids) // rows
+            tokens = ids[(starts + np.arange(count)) % len(ids)]
+        mask = 0 if spec.mask_id is None else spec.mask_id
+        clean = tuple(tokens[:, i : i + length] for i in range(0, count, length))
+        return cls(
+            clean,
+            tuple(np.where(rng.random(block.shape) < 0.5, mask, block) for block in clean),
+            tuple(
+                np.array([0 if row == 1 and index % 2 else length for row in range(rows)])
+                for index in range(CHECKED_BLOCKS)
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """What a row carries from one block to the next: ports by suffix, and what goes with them."""
+
+    arrays: dict[str, Array]
+    past_length: int
+    last_logits: Array | None
+
+    def at(self, state: StateSpec) -> _Row:
+        """The same in the dtypes of another precision."""
+        dtypes = {port.suffix: numpy_dtype(port.past.dtype) for port in state.committed}
+        arrays = {name: array.astype(dtypes[name]) for name, array in self.arrays.items()}
+        return replace(self, arrays=arrays)
+
+
+_Rows = tuple[_Row, ...]
+_Seen = Iterator[tuple[str, dict[str, Array]]]  # place, and arrays by port
+
+
+def _differences(
+    bundle: Bundle,
+    half: Bundle,
+    roles: Collection[str],
+    way: _Way,
+    threads: int | None,
+    tolerance: Tolerance,
+) -> Iterator[_Found]:
+    """How the graphs of some roles differ, the float32 side before the other one."""
+
+    def judged(right: _Seen, given: _Seen) -> Iterator[_Found]:
+        expected = list(right)  # all of it, so that its graph is closed before the next is loaded
+        for (place, wanted), (_, got) in zip(expected, given, strict=True):
+            for port in {**wanted, **got}:
+                yield _difference(place, port, wanted[port], got[port], tolerance)
+
+    for role, walk in (("full", _whole), ("commit_denoise", _fused)):
+        if role in roles:
+            yield from judged(walk(bundle, way, threads), walk(half, way, threads))
+    if not {"commit", "denoise"} & set(roles):
+        return
+    # who commits where the converted graphs do not: the states of the float32 side serve both
+    carrier = next((role for role in ("commit", "commit_denoise") if role in bundle.graphs), None)
+    states = list(_committed(bundle, carrier, way, threads)) if carrier else []
+    logits: list[tuple[str, dict[str, Array]]] = []
+    if "denoise" in roles:
+        logits = list(_denoised(bundle, states, way, threads))
+    if "commit" in roles:
+        for index, rows in enumerate(_committed(half, "commit", way, threads)):
+            yield from judged(_carried(index, states[index]), _carried(index, rows))
+            states[index] = rows  # there are never two sets of them
+    else:
+        states = [tuple(row.at(half.state) for row in rows) for rows in states]
+    if "denoise" in roles:
+        yield from judged(iter(logits), _denoised(half, states, way, threads))
+
+
+def _session(bundle: Bundle, role: str, threads: int | None) -> OrtSession:
+    """One loaded graph.
+
+    Casts of half weights are left to every pass: an optimizer would make float32 copies of all of
+    them, and hold those twice while it loads.
+    """
+    level = "none" if bundle.graph(role).file.endswith(_ROUNDED) else "all"
+    return open_sessions(bundle, (role,), threads=threads, optimization=level)[role]
+
+
+def _engine(bundle: Bundle, role: str, threads: int | None) -> SessionEngine:
+    """The passes over one loaded graph; the caller runs those that it serves."""
+    session = _session(bundle, role, threads)
+    serving = (role,) if role == "commit_denoise" else ("denoise", "commit")
+    parts = dict.fromkeys(serving, session)
+    return SessionEngine(bundle.spec, bundle.state, parts, slots=_CHECKED_ROWS)
+
+
+def _rows(engine: SessionEngine) -> _Rows:
+    """What every row carries now."""
+    shifted = engine.spec.logit_shift
+    return tuple(
+        _Row(
+            engine.read(row),
+            int(engine.past_length[row]),
+            engine.last_logits[row].copy() if shifted else None,
+        )
+        for row in range(engine.slots)
+    )
+
+
+def _carried(index: int, rows: _Rows) -> _Seen:
+    """States behind a block, by port and row."""
+    arrays = {
+        f"{p}, row {i}": array for i, row in enumerate(rows) for p, array in row.arrays.items()
+    }
+    for i, row in enumerate(rows):
+        if row.last_logits is not None:
+            arrays[f"last_logits, row {i}"] = row.last_logits
+    yield f"block {index}, state", arrays
+
+
+def _committed(bundle: Bundle, role: str, way: _Way, threads: int | None) -> Iterator[_Rows]:
+    """States behind every block, by a graph that commits."""
+    engine = _engine(bundle, role, threads)
+    for block, lengths in zip(way.clean, way.lengths, strict=False):
+        engine.commit(block, lengths)
+        yield _rows(engine)
+
+
+def _denoised(bundle: Bundle, states: Sequence[_Rows], way: _Way, threads: int | None) -> _Seen:
+    """Logits of every block behind the states of those before it."""
+    engine = _engine(bundle, "denoise", threads)
+    for index, block in enumerate(way.masked[: min(len(states) + 1, CHECKED_BLOCKS)]):
+        for number, row in enumerate(states[index - 1] if index else ()):
+            engine.write(number, row.arrays, row.past_length, row.last_logits)
+        yield from _passes(engine, index, block)
+
+
+def _passes(engine: SessionEngine, index: int, block: Array) -> _Seen:
+    """A denoise pass; with self-conditioning a second one, which reads what the first one left."""
+    for step in range(2 if engine.spec.self_conditioning_width else 1):
+        yield f"block {index}, denoise pass {step + 1}", {"logits": engine.denoise(block).copy()}
+
+
+def _fused(bundle: Bundle, way: _Way, threads: int | None) -> _Seen:
+    """Logits and states of the graph that commits and denoises, used in both ways."""
+    engine = _engine(bundle, "commit_denoise", threads)
+    for index in range(CHECKED_BLOCKS):
+        yield from _passes(engine, index, way.masked[index])
+        both = np.concatenate([way.clean[index], way.masked[index + 1]], 1)
+        yield f"block {index}, commit_denoise", {"logits": engine.commit_denoise(both).copy()}
+        yield from _carried(index, _rows(engine))
+
+
+def _whole(bundle: Bundle, way: _Way, threads: int | None) -> _Seen:
+    """Logits of whole sequences."""
+    session = _session(bundle, "full", threads)
+    tokens, length = np.concatenate(way.clean, 1), bundle.spec.block_len
+    for end in (1, length, 3 * length + 1):
+        yield f"full, {end} tokens", session.run({"input_ids": tokens[:, :end]})
+
+
+# --- reduced heads -------------------------------------------------------------------------------
+
+
+def _head_differences(
+    bundle: Bundle,
+    converted: Bundle,
+    role: str,
+    seed: int,
+    threads: int | None,
+    tolerance: Tolerance,
+) -> Iterator[_Found]:
+    """How a reduced head differs from what float32 logits say of the tokens that it gives.
+
+    Logits that are off by e at most change a logarithm of a probability by 2e at most.
+    """
+    spec = bundle.spec
+    base, _ = split_role(role)
+    rng = np.random.default_rng(seed)
+    sizes = {"B": _CHECKED_ROWS, "m": 1, "C": 4 * spec.block_len, "R": spec.block_len}
+    lengths = np.zeros(_CHECKED_ROWS, np.int64)
+    feeds = draw_inputs(
+        bundle.graph(role).inputs,
+        rng,
+        vocab=spec.vocab_size,
+        past_length=rng.integers(0, 4, _CHECKED_ROWS) * spec.block_len,
+        commit_length=lengths,
+        **sizes,
+    )
+    slots = feeds["open_slots"] = feeds["open_slots"] % spec.block_len
+    plain = {port.name: feeds[port.name] for port in bundle.graph(base).inputs}
+    whole = _session(bundle, base, threads).run(plain)
+    logits = whole["logits"].astype(np.float64)
+    session = _session(converted, role, threads)
+    given = session.run(
+        {port.name: feeds[port.name].astype(numpy_dtype(port.dtype)) for port in session.inputs}
+    )
+    scores = np.take_along_axis(logits, slots[..., None], 1)
+    off = 2 * tolerance.relative * float(scores.std()) + tolerance.floor
+    scores[..., spec.vocab_size :] = -np.inf
+    if spec.mask_id is not None:
+        scores[..., spec.mask_id] = -np.inf
+    shares = scores - scores.max(-1, keepdims=True)
+    shares -= np.log(np.exp(shares).sum(-1, keepdims=True))  # logarithms of probabilities
+    place = f"{role}, one pass"
+    rank = -np.sort(-shares, -1)
+    for tokens, confidence in (("tokens", "confidence"), ("top_tokens", "top_confidence")):
+        if tokens not in given:
+            continue
+        chosen = given[tokens].reshape(*slots.shape, -1)
+        right = np.take_along_axis(shares, np.clip(chosen, 0, spec.vocab_rows - 1), -1)
+        gap = float(np.abs(rank[..., : chosen.shape[-1]] - right).max())
+        yield _within(place, tokens, gap, off)
+        with np.errstate(divide="ignore"):
+            found = np.log(given[confidence].reshape(chosen.shape).astype(np.float64))
+        yield _within(place, confidence, float(np.abs(found - right).max()), off)
+    if "entropy" in given:
+        sure = np.where(np.isfinite(shares), shares, 0.0)
+        entropy = -(np.exp(shares) * sure).sum(-1)
+        gap = float(np.abs(given["entropy"] - entropy).max())
+        yield _within(place, "entropy", gap, off * float(np.log(spec.vocab_rows)))
+
+
+def _within(place: str, port: str, gap: float, limit: float) -> _Found:
+    """A difference that is judged by a limit of its own; NaN and infinity never pass."""
+    problem = "" if np.isfinite(gap) else "the candidate holds NaN, infinity or 0"
+    share = gap / limit
+    return _Found(place, port, gap, share, share, share, gap <= limit and not problem, problem)

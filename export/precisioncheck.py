@@ -15,7 +15,14 @@ from fixedstate.errors import ParityError, UsageError
 from fixedstate.export.passes import serialised
 from fixedstate.export.precisionrounding import emulate_half
 from fixedstate.ports import Array, numpy_dtype
-from fixedstate.runtime.compare import Tolerance, difference, draw_inputs
+from fixedstate.runtime.against import measure_head
+from fixedstate.runtime.compare import (
+    PortDifference,
+    Spread,
+    Tolerance,
+    draw_inputs,
+    spread_difference,
+)
 from fixedstate.runtime.engine import SessionEngine
 from fixedstate.runtime.ort import OrtSession, open_sessions
 from fixedstate.spec import ModelSpec
@@ -174,19 +181,21 @@ def require_precision(report: Mapping[str, Any], fp32_layers: Collection[int] = 
 
 def _difference(place: str, port: str, right: Array, given: Array, tolerance: Tolerance) -> _Found:
     """How one port differs."""
-    plain = difference(port, right, given, tolerance)
-    if plain.problem or not plain.max_rel:
-        # a reference of zeros has no deviation: nothing but rounding noise is as good
-        passed = plain.passed and plain.max_abs <= tolerance.floor
-        return _Found(place, port, plain.max_abs, plain.max_rel, 0.0, 0.0, passed, plain.problem)
-    exact = right.astype(np.float64)
-    gap = given.astype(np.float64) - exact
-    scale = plain.max_abs / plain.max_rel
-    rms = float(np.sqrt(np.mean(gap * gap))) / scale
-    peak = plain.max_abs / float(np.abs(exact).max())
-    near = rms <= tolerance.relative and peak <= tolerance.relative
-    passed = near or plain.max_abs <= tolerance.floor
-    return _Found(place, port, plain.max_abs, plain.max_rel, rms, peak, passed)
+    found, spread = spread_difference(port, right, given, tolerance)
+    return _found(place, found, spread)
+
+
+def _found(place: str, port: PortDifference, spread: Spread) -> _Found:
+    return _Found(
+        place,
+        port.name,
+        port.max_abs,
+        port.max_rel,
+        spread.rms_rel,
+        spread.peak_rel,
+        port.passed,
+        port.problem,
+    )
 
 
 @contextlib.contextmanager
@@ -419,10 +428,7 @@ def _head_differences(
     threads: int | None,
     tolerance: Tolerance,
 ) -> Iterator[_Found]:
-    """How a reduced head differs from what float32 logits say of the tokens that it gives.
-
-    Logits that are off by e at most change a logarithm of a probability by 2e at most.
-    """
+    """How a reduced head differs from what float32 logits say of the tokens that it gives."""
     spec = bundle.spec
     base, _ = split_role(role)
     rng = np.random.default_rng(seed)
@@ -445,33 +451,7 @@ def _head_differences(
         {port.name: feeds[port.name].astype(numpy_dtype(port.dtype)) for port in session.inputs}
     )
     scores = np.take_along_axis(logits, slots[..., None], 1)
-    off = 2 * tolerance.relative * float(scores.std()) + tolerance.floor
-    scores[..., spec.vocab_size :] = -np.inf
-    if spec.mask_id is not None:
-        scores[..., spec.mask_id] = -np.inf
-    shares = scores - scores.max(-1, keepdims=True)
-    shares -= np.log(np.exp(shares).sum(-1, keepdims=True))  # logarithms of probabilities
-    place = f"{role}, one pass"
-    rank = -np.sort(-shares, -1)
-    for tokens, confidence in (("tokens", "confidence"), ("top_tokens", "top_confidence")):
-        if tokens not in given:
-            continue
-        chosen = given[tokens].reshape(*slots.shape, -1)
-        right = np.take_along_axis(shares, np.clip(chosen, 0, spec.vocab_rows - 1), -1)
-        gap = float(np.abs(rank[..., : chosen.shape[-1]] - right).max())
-        yield _within(place, tokens, gap, off)
-        with np.errstate(divide="ignore"):
-            found = np.log(given[confidence].reshape(chosen.shape).astype(np.float64))
-        yield _within(place, confidence, float(np.abs(found - right).max()), off)
-    if "entropy" in given:
-        sure = np.where(np.isfinite(shares), shares, 0.0)
-        entropy = -(np.exp(shares) * sure).sum(-1)
-        gap = float(np.abs(given["entropy"] - entropy).max())
-        yield _within(place, "entropy", gap, off * float(np.log(spec.vocab_rows)))
-
-
-def _within(place: str, port: str, gap: float, limit: float) -> _Found:
-    """A difference that is judged by a limit of its own; NaN and infinity never pass."""
-    problem = "" if np.isfinite(gap) else "the candidate holds NaN, infinity or 0"
-    share = gap / limit
-    return _Found(place, port, gap, share, share, share, gap <= limit and not problem, problem)
+    for row in range(_CHECKED_ROWS):
+        one = {name: array[row] for name, array in given.items()}
+        for port in measure_head(spec, scores[row], one, tolerance):
+            yield _found(f"{role}, one pass, row {row}", port, Spread(port.max_rel))

@@ -25,7 +25,7 @@ from fixedstate.runtime.compare import (
     TOLERANCES,
     PortDifference,
     Tolerance,
-    difference,
+    spread_difference,
 )
 from fixedstate.runtime.engine import HeadEngine, ReadableEngine
 from fixedstate.runtime.enginefile import EngineFolder
@@ -203,24 +203,11 @@ def cosine(a: Array, b: Array) -> float:
 def measure(
     name: str, reference: Array | None, candidate: Array | None, tolerance: Tolerance
 ) -> tuple[PortDifference, float, float]:
-    """How one port differs, its root mean square as a share of the deviation, and its cosine.
-
-    A scan state has few large values among many small ones. In half precision it also passes if the
-    root mean square of the difference is within the relative tolerance and the largest difference
-    within that share of the largest value: by the rule that builds use.
-    """
-    found = difference(name, reference, candidate, tolerance)
-    if found.problem or reference is None or candidate is None or not reference.size:
-        return found, 0.0, 1.0 if not found.problem else float("nan")
-    right = reference.astype(np.float64)
-    gap = candidate.astype(np.float64) - right
-    rms = float(np.sqrt(np.mean(gap * gap)))
-    rms_rel = rms * found.max_rel / found.max_abs if found.max_abs else 0.0
-    if tolerance.absolute is None and reference.dtype.kind == "f" and not found.passed:
-        peak = float(np.abs(right).max())
-        near = rms_rel <= tolerance.relative and found.max_abs <= tolerance.relative * peak
-        found = replace(found, passed=near)
-    return found, rms_rel, cosine(reference, candidate)
+    """How one port differs, its root mean square as a share of the deviation, and its cosine."""
+    found, spread = spread_difference(name, reference, candidate, tolerance)
+    if found.problem or reference is None or candidate is None:
+        return found, 0.0, float("nan")
+    return found, spread.rms_rel, cosine(reference, candidate) if reference.size else 1.0
 
 
 class _Log:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -112,7 +112,8 @@ class PortDifference:
         name: The port.
         max_abs: Largest absolute difference; NaN where it has no meaning.
         max_rel: The same as a share of the reference's standard deviation (of its root mean
-            square, where that is zero; 0 where the reference is all zero).
+            square, where that is zero; infinity where the reference is all zero and the other side
+            is not).
         deviation: Standard deviation of the reference.
         passed: Whether it is within the tolerance.
         problem: What is wrong beside the size of the difference: shape, NaN, a missing port.
@@ -235,10 +236,48 @@ def difference(
     max_abs = float(np.abs(candidate.astype(np.float64) - right).max())
     deviation = float(right.std())
     scale = deviation or float(np.sqrt(np.mean(right * right)))
-    max_rel = max_abs / scale if scale else 0.0
+    max_rel = max_abs / scale if scale else (np.inf if max_abs else 0.0)
     whole = reference.dtype.kind in "iub"  # ids are equal or wrong
     passed = max_abs == 0 if whole else tolerance.allows(max_abs, max_rel, deviation)
     return PortDifference(name, max_abs, max_rel, deviation, passed)
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """How the differences of a port lie.
+
+    Attributes:
+        rms_rel: Their root mean square, as a share of what ``max_rel`` is a share of.
+        peak_rel: The largest one as a share of the reference's largest value.
+    """
+
+    rms_rel: float = 0.0
+    peak_rel: float = 0.0
+
+
+def spread_difference(
+    name: str, reference: Array | None, candidate: Array | None, tolerance: Tolerance
+) -> tuple[PortDifference, Spread]:
+    """How one port differs, and how the differences lie.
+
+    A scan state has few large values among many small ones. In half precision it also passes where
+    the root mean square of the difference is within the relative tolerance, and the largest one
+    within that share of the largest value.
+    """
+    found = difference(name, reference, candidate, tolerance)
+    if found.problem or reference is None or candidate is None or not found.max_abs:
+        return found, Spread()
+    right = reference.astype(np.float64)
+    gap = candidate.astype(np.float64) - right
+    rms = float(np.sqrt(np.mean(gap * gap)))
+    peak = float(np.abs(right).max())
+    spread = Spread(
+        rms * found.max_rel / found.max_abs, found.max_abs / peak if peak else float("inf")
+    )
+    if tolerance.absolute is None and reference.dtype.kind == "f":
+        near = max(spread.rms_rel, spread.peak_rel) <= tolerance.relative
+        found = replace(found, passed=found.passed or near)
+    return found, spread
 
 
 def _problem(reference: Array | None, candidate: Array | None) -> str:

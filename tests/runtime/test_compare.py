@@ -9,7 +9,14 @@ import pytest
 
 from fixedstate.errors import ParityError
 from fixedstate.ports import Port
-from fixedstate.runtime.compare import TOLERANCES, Tolerance, compare, draw_inputs
+from fixedstate.runtime.compare import (
+    TOLERANCES,
+    Tolerance,
+    compare,
+    difference,
+    draw_inputs,
+    spread_difference,
+)
 
 FP32 = Tolerance.of("fp32")
 RNG = np.random.default_rng(0)
@@ -131,3 +138,18 @@ def test_ports_must_be_the_same(found, problem):
 def test_nothing_compared_is_no_pass():
     """An empty list of ports proves nothing."""
     assert not compare({}, {}, FP32).passed
+
+
+@pytest.mark.parametrize("precision", list(TOLERANCES))
+def test_VE_02_anything_but_rounding_noise_differs_from_zeros(precision):
+    """They have no spread to take a share of: half precision must not let any number pass."""
+    tolerance, zeros = Tolerance.of(precision), np.zeros((2, 3), np.float32)
+    for size, passed in ((0.0, True), (0.9 * tolerance.floor, True), (0.5, False), (1e4, False)):
+        given = zeros.copy()
+        given[1, 1] = size
+        found, spread = spread_difference("port", zeros, given, tolerance)
+        assert found.passed is passed
+        assert difference("port", zeros, given, tolerance).passed is passed
+        assert compare({"port": zeros}, {"port": given}, tolerance).passed is passed
+        assert (spread.peak_rel == 0.0) is (size == 0.0)
+        assert found.to_dict()["max_rel"] == (0.0 if size == 0.0 else None)

@@ -85,24 +85,25 @@ def graphs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Pat
 
 
 @pytest.fixture(scope="module")
-def built(graphs: Callable[[str, str], Path]) -> Iterator[Callable[..., dict[str, Any]]]:
+def built(
+    graphs: Callable[[str, str], Path], request: pytest.FixtureRequest
+) -> Iterator[Callable[..., dict[str, Any]]]:
     """What a build of a shipped model came to: ``built("tiny-mamba", "commit", "fp16", True)``.
 
-    All builds of a model begin when the first of them is asked for, two at a time.
+    All builds that tests of this run ask for begin with the first of them, two at a time.
     """
+    asked = [item.nodeid for item in request.session.items if "shipped_models" in item.nodeid]
     with ThreadPoolExecutor(2) as pool:
-
-        @functools.cache
-        def begun(name: str) -> dict[tuple[str, str, bool], Future[dict[str, Any]]]:
-            return {
-                (role, precision, plugins): pool.submit(
-                    build, graphs(name, precision) / f"{role}.onnx", SIZES, plugins=plugins
-                )
-                for precision, plugins in WAYS
-                for role in ("denoise", "commit")
-            }
-
-        yield lambda name, *way: begun(name)[way].result()
+        begun: dict[tuple[str, str, str, bool], Future[dict[str, Any]]] = {
+            (name, role, precision, plugins): pool.submit(
+                build, graphs(name, precision) / f"{role}.onnx", SIZES, plugins=plugins
+            )
+            for name in TINY
+            if any(f"[{name}-" in item for item in asked)
+            for precision, plugins in WAYS
+            for role in ("denoise", "commit")
+        }
+        yield lambda *way: begun[way].result()
         pool.shutdown(cancel_futures=True)
 
 

@@ -1,0 +1,100 @@
+"""Quantised graphs tried in memory: engines of a bundle with some weights in other formats."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import onnx_ir as ir
+
+from fixedstate.bundle import WEIGHTS, Bundle
+from fixedstate.calib.apply import SCALE, VALUES, quantize_graph, stored
+from fixedstate.calib.formats import Format, Quantized
+from fixedstate.calib.observe import ROLES
+from fixedstate.calib.sites import Site, weights_file
+from fixedstate.errors import CalibrationError
+from fixedstate.ports import Array
+from fixedstate.runtime import ort
+from fixedstate.runtime.engine import SessionEngine
+from fixedstate.runtime.session import Session
+
+LARGEST = 1 << 30
+"""Bytes of quantised weights that a graph can hold itself; protobuf ends at twice that."""
+
+
+def weight_of(graphs: Mapping[str, ir.Model], name: str) -> Array:
+    """A weight as it stands in the weights file.
+
+    Raises:
+        CalibrationError: ``GRAPH``, where no graph reads it.
+    """
+    for model in graphs.values():
+        value = model.graph.initializers.get(name)
+        if value is not None and value.const_value is not None:
+            found: Array = value.const_value.numpy()
+            return found
+    raise CalibrationError("GRAPH", f"no graph of the bundle reads a weight {name!r}")
+
+
+@contextmanager
+def quantized_engine(
+    bundle: Bundle,
+    graphs: Mapping[str, ir.Model],
+    sites: Mapping[str, Site],
+    formats: Mapping[str, Format],
+    scales: Mapping[str, float],
+    *,
+    slots: int,
+    search: bool = False,
+) -> Iterator[SessionEngine]:
+    """An engine on ONNX Runtime's CPU, one thread, with some weights quantised.
+
+    Args:
+        bundle: The fp32 bundle.
+        graphs: Its graphs by role; left as they are.
+        sites: Its sites by weight.
+        formats: Of the weights that are quantised.
+        scales: Of the activations that are.
+        slots: Rows at most.
+        search: See :func:`fixedstate.calib.apply.stored`.
+
+    Raises:
+        CalibrationError: ``TOO_LARGE`` for more quantised weights than a graph can hold: write the
+            bundle and open that.
+    """
+    size = sum(one.nbytes(sites[name].rows, sites[name].columns) for name, one in formats.items())
+    if size > LARGEST:
+        raise CalibrationError(
+            "TOO_LARGE",
+            f"{size:,} bytes of quantised weights do not fit into a graph (at most {LARGEST:,}): "
+            "write the quantised bundle and compare that",
+        )
+    made = {
+        name: stored(weight_of(graphs, name), sites[name], one, search)
+        for name, one in formats.items()
+    }
+    with TemporaryDirectory() as folder:
+        os.symlink(weights_file(bundle), Path(folder, WEIGHTS))
+        sessions: dict[str, Session] = {}
+        for role in ROLES:
+            model = graphs[role].clone()
+            quantize_graph(model, sites, formats, scales, partial(_held, made))
+            file = Path(folder, f"{role}.onnx")
+            ir.save(model, file)
+            graph = bundle.graph(role)
+            sessions[role] = ort.open_graph(file, graph.inputs, graph.outputs, threads=1)
+        yield SessionEngine(
+            bundle.spec, bundle.state, sessions, slots=slots, weights=bundle.weights
+        )
+
+
+def _held(
+    made: Mapping[str, Quantized], dtype: ir.DataType, shape: ir.Shape, name: str
+) -> ir.TensorProtocol:
+    """The values or the scales of a quantised weight, by the name of the new weight."""
+    one = made[name.removesuffix(VALUES).removesuffix(SCALE)]
+    return ir.tensor(one.values if name.endswith(VALUES) else one.scales, name=name)

@@ -8,7 +8,6 @@ state. What differs leaves nothing.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -137,7 +136,7 @@ def write_renamed(
 
     Args:
         bundle: The bundle, with the graphs that the scheme asks for.
-        folder: Where to; weights and other files are linked there if they can be, else copied.
+        folder: Where to; weights and other files are copied there.
         scheme: Whose names.
         progress: Told what is being done.
 
@@ -153,7 +152,8 @@ def write_renamed(
     say(f"writing the graphs with the names of {scheme.name}")
     graphs = _write_graphs(scheme, bundle, folder)
     for name in (WEIGHTS, *bundle.files):
-        _place(bundle.path / name, folder / name)
+        # not linked: a file with two names is refused by onnx, in the bundle as well
+        shutil.copyfile(bundle.path / name, folder / name)
     say("comparing them with the bundle")
     compared = _compare(scheme, bundle, folder, graphs)
     content = _content(scheme, bundle, folder, graphs)
@@ -161,13 +161,6 @@ def write_renamed(
     if scheme.name == "genai":
         _write_json(folder / GENAI_CONFIG, genai_config(bundle.spec, bundle.state))
     return content, compared
-
-
-def _place(file: Path, target: Path) -> None:
-    try:
-        os.link(file.resolve(), target)
-    except OSError:  # another file system, or one without links
-        shutil.copyfile(file, target)
 
 
 def _write_json(file: Path, content: Mapping[str, Any]) -> None:

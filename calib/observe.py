@@ -48,23 +48,40 @@ def observed_engine(
         slots: Rows at most.
     """
     wanted = set(inputs)
-    with TemporaryDirectory() as folder:
-        link = Path(folder, WEIGHTS)
-        os.symlink(weights_file(bundle), link)
+    made = {role: _with_outputs(graphs[role].clone(), sites, wanted) for role in ROLES}
+    models = {role: model for role, (model, _) in made.items()}
+    extra = {role: tuple(ports.values()) for role, (_, ports) in made.items()}
+    with opened(bundle, models, extra) as native:
         sessions: dict[str, Session] = {}
-        for role in ROLES:
-            graph = bundle.graph(role)
-            model, extra = _with_outputs(graphs[role].clone(), sites, wanted)
-            file = Path(folder, f"{role}.onnx")
-            ir.save(model, file)
-            session = ort.open_graph(
-                file, graph.inputs, (*graph.outputs, *extra.values()), threads=1
-            )
-            names = {port.name: name for name, port in extra.items()}
-            sessions[role] = _Observed(session, graph.outputs, role, names, tell)
+        for role, session in native.items():
+            names = {port.name: name for name, port in made[role][1].items()}
+            outputs = bundle.graph(role).outputs
+            sessions[role] = _Observed(session, outputs, role, names, tell)
         yield SessionEngine(
             bundle.spec, bundle.state, sessions, slots=slots, weights=bundle.weights
         )
+
+
+@contextmanager
+def opened(
+    bundle: Bundle, models: Mapping[str, ir.Model], extra: Mapping[str, tuple[Port, ...]]
+) -> Iterator[dict[str, Session]]:
+    """Sessions of changed graphs on ONNX Runtime's CPU, one thread, over the bundle's weights.
+
+    Args:
+        bundle: The bundle.
+        models: The graphs by role; what is not in the weights file they hold themselves.
+        extra: Outputs beside those of the bundle, by role.
+    """
+    with TemporaryDirectory() as folder:
+        os.symlink(weights_file(bundle), Path(folder, WEIGHTS))
+        sessions: dict[str, Session] = {}
+        for role, model in models.items():
+            graph, file = bundle.graph(role), Path(folder, f"{role}.onnx")
+            ir.save(model, file)
+            outputs = (*graph.outputs, *extra.get(role, ()))
+            sessions[role] = ort.open_graph(file, graph.inputs, outputs, threads=1)
+        yield sessions
 
 
 def _with_outputs(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -16,7 +15,7 @@ from fixedstate.calib.scales import input_scales
 from fixedstate.calib.score import Sensitivity
 from fixedstate.calib.search import Choice, choose
 from fixedstate.calib.sites import Site
-from fixedstate.calib.table import Table
+from fixedstate.calib.table import Table, digest
 from fixedstate.errors import CalibrationError, FixedStateError, require_keys
 
 FORMAT = 1
@@ -102,7 +101,7 @@ class Plan:
             "formats": dict(sorted(self.formats.items())),
             "scales": dict(sorted(self.scales.items())),
         }
-        return {**data, "sha256": _digest(data)}
+        return {**data, "sha256": digest(data)}
 
     @property
     def sha256(self) -> str:
@@ -123,7 +122,7 @@ class Plan:
         try:
             require_keys(data, _KEYS, "a plan")
             rest = {key: value for key, value in data.items() if key != "sha256"}
-            if data["sha256"] != _digest(rest):
+            if data["sha256"] != digest(rest):
                 raise CalibrationError("DAMAGED", "the plan was changed after it was made")
             del rest["quantization_plan"]
             return cls(**{**rest, "targets": tuple(data["targets"])})
@@ -255,7 +254,3 @@ def search_plan(
         f"no choice stays within {max_kl:g} nats as a whole; the nearest of {len(tried)} has "
         f"{best:.3g} at {nbytes:,} bytes: allow more, or offer other formats",
     )
-
-
-def _digest(data: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()

@@ -214,8 +214,8 @@ class Table:
         """Activations that no pass had: they have no range, and stay as they are."""
         return tuple(name for name, seen in self.inputs.items() if not seen.histogram.seen)
 
-    def to_bytes(self) -> bytes:
-        """The file's content: a function of what was seen, whatever its order."""
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-ready mapping: a function of what was seen, whatever its order."""
         data = {
             "calibration_table": FORMAT,
             "model": dict(sorted(self.model.items())),
@@ -223,8 +223,11 @@ class Table:
             "policy": self.policy.to_dict(),
             "inputs": {name: self.inputs[name].to_dict() for name in sorted(self.inputs)},
         }
-        data["sha256"] = _digest(data)
-        return (json.dumps(data, indent=1) + "\n").encode()
+        return {**data, "sha256": digest(data)}
+
+    def to_bytes(self) -> bytes:
+        """The file's content."""
+        return (json.dumps(self.to_dict(), indent=1) + "\n").encode()
 
     def save(self, file: str | os.PathLike[str]) -> None:
         """Write it; the file appears whole or not at all."""
@@ -233,7 +236,7 @@ class Table:
     @property
     def sha256(self) -> str:
         """Of its content: what plans note."""
-        return str(json.loads(self.to_bytes())["sha256"])
+        return str(self.to_dict()["sha256"])
 
     @classmethod
     def load(cls, file: str | os.PathLike[str]) -> Table:
@@ -255,7 +258,7 @@ class Table:
             )
         try:
             require_keys(data, _KEYS, str(path))
-            if data.pop("sha256") != _digest(data):
+            if data.pop("sha256") != digest(data):
                 raise CalibrationError(
                     "DAMAGED", f"{path} was changed after it was written: collect the ranges again"
                 )
@@ -279,7 +282,8 @@ def model_hashes(bundle: Bundle) -> dict[str, str]:
     return {**graphs, "weights": bundle.weights}
 
 
-def _digest(data: Mapping[str, Any]) -> str:
+def digest(data: Mapping[str, Any]) -> str:
+    """sha256 of a JSON-ready mapping, whatever the order of its keys."""
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 

@@ -17,7 +17,7 @@ from fixedstate.calib.data import Record
 from fixedstate.calib.table import Policy
 from fixedstate.ports import Array
 from fixedstate.runtime.engine import ReadableEngine
-from fixedstate.runtime.rows import slice_end
+from fixedstate.runtime.prefix import commit_slices
 from fixedstate.spec import ModelSpec
 
 
@@ -75,7 +75,8 @@ class Trajectory:
         for engine in engines:
             for row, record in enumerate(self.records):
                 engine.reset(row)
-                self._prefill(engine, row, record)
+                whole = record.prompt_len // length * length
+                commit_slices(engine, np.array(record.ids[:whole]), self.prefill_blocks, row)
         first = [record.prompt_len // length for record in self.records]
         last = [len(record.ids) // length for record in self.records]
         for block in range(max(last, default=0)):
@@ -92,16 +93,6 @@ class Trajectory:
                     engine.commit(self._tokens(rows, block), np.full(len(rows), length), rows[0])
                 if committed is not None:
                     committed(block, rows)
-
-    def _prefill(self, engine: ReadableEngine, row: int, record: Record) -> None:
-        """Commit the whole blocks of the prompt in the slices that the decode loop commits."""
-        length = self.spec.block_len
-        whole = record.prompt_len // length * length
-        step, start = max(1, self.prefill_blocks) * length, 0
-        while start < whole:
-            end = slice_end(start, whole, step, 0)
-            engine.commit(np.array([record.ids[start:end]]), np.array([end - start]), row)
-            start = end
 
     def _passes(self, rows: tuple[int, ...], block: int) -> list[Pass]:
         tokens = self._tokens(rows, block)

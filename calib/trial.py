@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import onnx_ir as ir
 
-from fixedstate.bundle import WEIGHTS, Bundle
+from fixedstate.bundle import Bundle
 from fixedstate.calib.apply import SCALE, VALUES, quantize_graph, stored
 from fixedstate.calib.formats import Format, Quantized
-from fixedstate.calib.observe import ROLES
-from fixedstate.calib.sites import Site, weights_file
+from fixedstate.calib.observe import ROLES, opened
+from fixedstate.calib.sites import Site
 from fixedstate.errors import CalibrationError
 from fixedstate.ports import Array
-from fixedstate.runtime import ort
 from fixedstate.runtime.engine import SessionEngine
-from fixedstate.runtime.session import Session
 
 LARGEST = 1 << 30
 """Bytes of quantised weights that a graph can hold itself; protobuf ends at twice that."""
@@ -77,16 +72,10 @@ def quantized_engine(
         name: stored(weight_of(graphs, name), sites[name], one, search)
         for name, one in formats.items()
     }
-    with TemporaryDirectory() as folder:
-        os.symlink(weights_file(bundle), Path(folder, WEIGHTS))
-        sessions: dict[str, Session] = {}
-        for role in ROLES:
-            model = graphs[role].clone()
-            quantize_graph(model, sites, formats, scales, partial(_held, made))
-            file = Path(folder, f"{role}.onnx")
-            ir.save(model, file)
-            graph = bundle.graph(role)
-            sessions[role] = ort.open_graph(file, graph.inputs, graph.outputs, threads=1)
+    models = {role: graphs[role].clone() for role in ROLES}
+    for model in models.values():
+        quantize_graph(model, sites, formats, scales, partial(_held, made))
+    with opened(bundle, models, {}) as sessions:
         yield SessionEngine(
             bundle.spec, bundle.state, sessions, slots=slots, weights=bundle.weights
         )

@@ -61,12 +61,27 @@ def make_prefix(
     engine.reset(0)
     if prefix is not None:
         prefix.restore(engine, 0)
-    step, first = max(1, prefill_blocks) * length, 0
-    while first < whole:
-        end = slice_end(first, whole, step, base)
-        engine.commit(tokens[None, first:end], np.array([end - first]))
-        first = end
+    commit_slices(engine, tokens[:whole], prefill_blocks, base=base)
     return Snapshot.take(engine, 0, pending=tuple(tokens[whole:].tolist()), seed=seed)
+
+
+def commit_slices(
+    engine: Engine, tokens: Array, prefill_blocks: int, row: int = 0, base: int = 0
+) -> None:
+    """Commit whole blocks of one row in the slices that a request would be committed in.
+
+    Args:
+        engine: Where the passes run.
+        tokens: Of whole blocks.
+        prefill_blocks: Whole blocks committed per pass; the bundle's.
+        row: The slot.
+        base: Tokens that the row holds already.
+    """
+    step, first = max(1, prefill_blocks) * engine.spec.block_len, 0
+    while first < len(tokens):
+        end = slice_end(first, len(tokens), step, base)
+        engine.commit(tokens[None, first:end], np.array([end - first]), row)
+        first = end
 
 
 class PrefixStore:

@@ -1,4 +1,4 @@
-"""Quantised graphs: stored weights behind DequantizeLinear, activations through one pair each.
+"""Quantised graphs: stored weights behind DequantizeLinear, activations through one rounding each.
 
 Only what TensorRT-RTX's builder takes, and keeps, is written: weights are stored quantised and
 dequantised where they are used (a float weight with a pair behind it would be kept in float), zero
@@ -47,7 +47,6 @@ def quantize_graph(
         scales: Of the activations of those whose format has one, by activation.
         valueless: Makes the new weights, whose values :func:`stored` gives.
     """
-    rounded: dict[tuple[ir.Value, str], ir.Value] = {}
     weights: dict[str, ir.Value] = {}
     for product in list(products(model)):
         chosen = formats.get(product.weight)
@@ -56,10 +55,7 @@ def quantize_graph(
         site = sites[product.weight]
         value = activation(product)
         if chosen.activations:
-            key = (value, chosen.name)
-            if key not in rounded:
-                rounded[key] = _round_trip(model, product.node, value, scales[site.input], chosen)
-            value = rounded[key]
+            value = _round_trip(model, product, value, scales[site.input], chosen)
         if product.weight not in weights:
             weights[product.weight] = _stored_weight(model, site, chosen, valueless)
         node = ir.node("MatMul", [value, weights[product.weight]], name=product.node.name)
@@ -68,15 +64,18 @@ def quantize_graph(
 
 
 def _round_trip(
-    model: ir.Model, before: ir.Node, value: ir.Value, scale: float, chosen: Format
+    model: ir.Model, product: Product, value: ir.Value, scale: float, chosen: Format
 ) -> ir.Value:
-    """The activation quantised and dequantised, once for all that read it."""
-    kind = np.zeros((), chosen.dtype)
-    step = _constant(model, np.float32(scale))
-    zero = _constant(model, kind)
+    """The activation quantised and dequantised, for one product.
+
+    Where several products share it, each has nodes and a scale of its own: ONNX Runtime fuses none
+    that share a pair, and makes one pair of equal ones.
+    """
+    step = _constant(model, np.float32(scale), product.weight)
+    zero = _constant(model, np.zeros((), chosen.dtype))
     down = ir.node("QuantizeLinear", [value, step, zero])
     up = ir.node("DequantizeLinear", [down.outputs[0], step, zero])
-    model.graph.insert_before(before, [down, up])
+    model.graph.insert_before(product.node, [down, up])
     return up.outputs[0]
 
 
@@ -107,10 +106,10 @@ def _weight(
     return value
 
 
-def _constant(model: ir.Model, number: Array | np.generic) -> ir.Value:
-    """A constant; equal ones are one."""
+def _constant(model: ir.Model, number: Array | np.generic, owner: str = "") -> ir.Value:
+    """A constant; equal ones of one owner are one."""
     array = np.asarray(number)
-    name = f"constant_{array.dtype.name}_{float(array)!r}"
+    name = f"constant_{array.dtype.name}_{float(array)!r}_{owner}"
     if name in model.graph.initializers:
         return model.graph.initializers[name]
     held = ir.tensor(array, name=name)

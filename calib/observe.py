@@ -80,7 +80,7 @@ def opened(
             graph, file = bundle.graph(role), Path(folder, f"{role}.onnx")
             ir.save(model, file)
             outputs = (*graph.outputs, *extra.get(role, ()))
-            sessions[role] = ort.open_graph(file, graph.inputs, outputs, threads=1)
+            sessions[role] = ort.open_graph(file, graph.inputs, outputs, threads=1, quantized=True)
         yield sessions
 
 

@@ -34,6 +34,8 @@ _KEYS = (
     "rule",
     "search",
     "expected_kl",
+    "state",
+    "kv",
     "sha256",
 )
 
@@ -51,6 +53,9 @@ class Plan:
         rule: How activations are clipped.
         search: Whether weights are clipped to the least squared error.
         expected_kl: Sum of what each format alone changed; None where nothing was scored.
+        state: What scan states are kept in between blocks, as
+            :class:`fixedstate.state.Precision` spells it.
+        kv: What keys and values are kept in, likewise.
     """
 
     weights: str
@@ -61,6 +66,8 @@ class Plan:
     rule: str = "mse"
     search: bool = False
     expected_kl: float | None = None
+    state: str = "float32"
+    kv: str = "float32"
 
     def check(self, bundle: Bundle) -> None:
         """Refuse a plan for other weights.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from fixedstate.calib.drift import Drift
@@ -30,6 +30,10 @@ class Gates:
     kl_mean: float = 2e-3
     kl_p99: float = 5e-2
     agree: float = 0.97
+
+    def to_dict(self) -> dict[str, float]:
+        """A JSON-ready mapping."""
+        return asdict(self)
 
     def breaches(self, summary: Mapping[str, float]) -> list[str]:
         """What does not hold, each with both numbers; empty where all does."""

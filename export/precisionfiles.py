@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -12,16 +11,15 @@ from typing import BinaryIO
 import numpy as np
 import onnx_ir as ir
 
-from fixedstate.bundle import MANIFEST, WEIGHTS, Bundle, Graph, sha256_of, umask, write_atomic
+from fixedstate.bundle import MANIFEST, WEIGHTS, Bundle, Graph, sha256_of, write_atomic
 from fixedstate.errors import BackendError, UsageError
 from fixedstate.export.passes import is_weight, lint, serialised
 from fixedstate.export.precision import convert_together, half_precision
 from fixedstate.export.precisionplan import HALVES, LAYER, NUMPY_HALVES
-from fixedstate.export.weightfile import Place, layout, places_in, point_at_weights
+from fixedstate.export.weightfile import Place, layout, places_in, point_at_weights, write_pieces
 from fixedstate.state import Precision, StateSpec, graph_ports
 
 _PIECE = 1 << 22  # elements converted at once
-_TELL = 1 << 28  # bytes between two words on how far the file is
 _LARGEST = {ir.DataType.FLOAT16: 65504.0, ir.DataType.BFLOAT16: 3.39e38}
 
 
@@ -125,22 +123,11 @@ def _write_weights(
     # wide elements first, so that each lies on its own size
     names = sorted(dtypes, key=lambda name: (-dtypes[name].itemsize, name))
     header, places = layout((name, dtypes[name], stored[name].shape) for name in names)
-    digest = hashlib.sha256(header)
-    total = sum(place.length for place in places.values())
-    done = told = 0
-    target = folder / WEIGHTS
-    with source.open("rb") as given, target.open("wb") as stream:
-        stream.write(header)
-        for name in names:
-            for piece in _pieces(given, name, stored[name], dtypes[name]):
-                stream.write(piece)
-                digest.update(piece)
-                done += len(piece)
-                if done - told >= _TELL:
-                    told = done
-                    say(f"writing the weights: {100 * done // total} %")
-    target.chmod(0o666 & ~umask())
-    return places, digest.hexdigest()
+    with source.open("rb") as given:
+        pieces = (
+            piece for name in names for piece in _pieces(given, name, stored[name], dtypes[name])
+        )
+        return places, write_pieces(header, places, pieces, folder / WEIGHTS, say)
 
 
 def _pieces(

@@ -39,8 +39,10 @@ _SPELLED = {
     ir.DataType.INT8: "I8",
     ir.DataType.UINT8: "U8",
     ir.DataType.BOOL: "BOOL",
+    ir.DataType.FLOAT8E4M3FN: "F8_E4M3",
+    ir.DataType.FLOAT8E8M0: "F8_E8M0",
 }
-"""Dtypes as safetensors spells them."""
+"""Dtypes as safetensors spells them; two values of four bits are one U8."""
 
 _TELL = 1 << 28
 """Bytes between two words on how far the file is."""
@@ -78,7 +80,7 @@ class _Weight:
 
     @property
     def length(self) -> int:
-        return math.prod(self.shape) * int(self.dtype.itemsize)
+        return byte_count(self.dtype, self.shape)
 
     @property
     def order(self) -> tuple[float, str, int]:
@@ -110,24 +112,53 @@ def write_weights(
     """
     weights = _weights(models)
     header, places = layout((weight.name, weight.dtype, weight.shape) for weight in weights)
+    return places, write_pieces(header, places, _contents(weights, source), file, say)
+
+
+def write_pieces(
+    header: bytes,
+    places: Mapping[str, Place],
+    pieces: Iterable[bytes | memoryview],
+    file: Path,
+    say: Callable[[str], None] = lambda _: None,
+) -> str:
+    """Write a weights file out of its pieces, and give its sha256.
+
+    Args:
+        header: Of :func:`layout`.
+        places: Likewise.
+        pieces: The weights' bytes in that order, cut anywhere.
+        file: Where to.
+        say: Told how far it is.
+
+    Raises:
+        OSError: where the file cannot be written.
+    """
     digest = hashlib.sha256(header)
     total = sum(place.length for place in places.values())
     done = told = 0
     with file.open("wb") as stream:
         stream.write(header)
-        for name, parts in groupby(weights, key=lambda weight: weight.source):
-            tensor = source.load(name)
-            for weight in parts:
-                content = _content(weight, tensor)
-                stream.write(content)
-                digest.update(content)
-                done += content.nbytes
-            del tensor, content  # before the next one is read
+        for piece in pieces:
+            stream.write(piece)
+            digest.update(piece)
+            done += memoryview(piece).nbytes
             if done - told >= _TELL:
                 told = done
                 say(f"writing the weights: {100 * done // total} %")
+    if done != total:
+        raise ExportError(f"{file} got {done} bytes, expected {total}: please report this model")
     file.chmod(0o666 & ~umask())
-    return places, digest.hexdigest()
+    return digest.hexdigest()
+
+
+def _contents(weights: Iterable[_Weight], source: WeightSource) -> Iterator[memoryview]:
+    """The bytes of each weight in order; a tensor is dropped before the next one is read."""
+    for name, parts in groupby(weights, key=lambda weight: weight.source):
+        tensor = source.load(name)
+        for weight in parts:
+            yield _content(weight, tensor)
+        del tensor
 
 
 def _weights(models: Iterable[ir.Model]) -> list[_Weight]:
@@ -166,15 +197,19 @@ def layout(
     Args:
         weights: Name, dtype and shape of each, in order; wide elements first, so that each lies on
             its own size.
+
+    Raises:
+        ExportError: as :func:`byte_count`.
     """
     entries = {}
     places: dict[str, Place] = {}
     end = 0
     for name, dtype, shape in weights:
-        length = math.prod(shape) * int(dtype.itemsize)
+        length = byte_count(dtype, shape)
+        packed = dtype.itemsize < 1
         entries[name] = {
-            "dtype": _SPELLED[dtype],
-            "shape": list(shape),
+            "dtype": "U8" if packed else _SPELLED[dtype],
+            "shape": [*shape[:-1], shape[-1] // 2] if packed else list(shape),
             "data_offsets": [end, end + length],
         }
         places[name] = Place(end, length, dtype, shape)
@@ -185,6 +220,17 @@ def layout(
     return header, {
         name: replace(place, offset=len(header) + place.offset) for name, place in places.items()
     }
+
+
+def byte_count(dtype: ir.DataType, shape: tuple[int, ...]) -> int:
+    """Bytes of a weight in the file.
+
+    Raises:
+        ExportError: for an odd number of columns of values that share a byte by twos.
+    """
+    if dtype.itemsize < 1 and (not shape or shape[-1] % 2):
+        raise ExportError(f"{dtype.name} {list(shape)} has no even number of columns")
+    return int(math.prod(shape) * dtype.itemsize)
 
 
 def _content(weight: _Weight, tensor: torch.Tensor) -> memoryview:

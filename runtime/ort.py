@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import json
 import mmap
@@ -16,7 +17,7 @@ import onnxruntime as ort
 
 from fixedstate.bundle import WEIGHTS, Bundle, Graph
 from fixedstate.errors import BackendError, BundleError, UsageError
-from fixedstate.ports import Array, Port
+from fixedstate.ports import Array, Port, numpy_dtype
 from fixedstate.runtime.ortplaces import CPU, RECORD, check_places, places
 from fixedstate.runtime.protobuf import replaced
 from fixedstate.runtime.session import check_binding, check_names
@@ -55,6 +56,9 @@ _DTYPES = {
     "tensor(int64)": "int64",
     "tensor(bool)": "bool",
 }
+_AS_BITS = {"bfloat16": 16}
+"""Dtypes that numpy has no numbers of, and their TensorProto.DataType: arrays hold their bits."""
+
 _TARGETS = {"cpu": "ort-cpu", "cuda": "ort-cuda"}
 _SETTINGS = {
     # products in full float32, as elsewhere: prefix sums of the scans are products; and one choice
@@ -103,9 +107,10 @@ class OrtSession:
         check_names(self.inputs, inputs, "input")
         check_names(self.outputs, outputs, "output")
         check_binding(inputs, outputs)
+        ports = (self.inputs, self.outputs)
         if self.provider == "cpu":
-            return OrtBinding(self._session, inputs, outputs, self._embedding)
-        return OrtCopies(self._session, inputs, outputs)
+            return OrtBinding(self._session, inputs, outputs, ports, self._embedding)
+        return OrtCopies(self._session, inputs, outputs, ports)
 
     @property
     def native(self) -> ort.InferenceSession:
@@ -127,12 +132,47 @@ class OrtSession:
             BackendError: for wrong names or dtypes, or where the run fails.
         """
         check_names(self.inputs, feeds, "input")
-        names = [port.name for port in self.outputs]
         whole = {name: np.ascontiguousarray(array) for name, array in feeds.items()}
-        try:
-            return dict(zip(names, self._session.run(names, whole), strict=True))
-        except failures() as err:
-            raise BackendError(f"ONNX Runtime failed in a run: {first_line(err)}") from err
+        return _run_once(self._session, whole, self.inputs, self.outputs)
+
+
+def _run_once(
+    session: ort.InferenceSession,
+    feeds: Mapping[str, Array],
+    inputs: tuple[Port, ...],
+    outputs: tuple[Port, ...],
+) -> dict[str, Array]:
+    """Run on arrays, and give new ones.
+
+    Raises:
+        BackendError: where the run fails.
+    """
+    names = [port.name for port in outputs]
+    try:
+        if not any(port.dtype in _AS_BITS for port in (*inputs, *outputs)):
+            return dict(zip(names, session.run(names, feeds), strict=True))
+        values = {port.name: _on_array(feeds[port.name], port) for port in inputs}
+        made = session.run_with_ort_values(names, values)
+    except failures() as err:
+        raise BackendError(f"ONNX Runtime failed in a run: {first_line(err)}") from err
+    return {port.name: _copied(value, port) for port, value in zip(outputs, made, strict=True)}
+
+
+def _on_array(array: Array, port: Port) -> ort.OrtValue:
+    """An array as ONNX Runtime takes it, where it lies."""
+    if port.dtype in _AS_BITS:
+        return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array, _AS_BITS[port.dtype])
+    return ort.OrtValue.ortvalue_from_numpy(array)
+
+
+def _copied(value: ort.OrtValue, port: Port) -> Array:
+    """A value on the CPU as an array of its own."""
+    if port.dtype not in _AS_BITS:
+        array: Array = value.numpy()
+        return array
+    array = np.empty(value.shape(), numpy_dtype(port.dtype))
+    ctypes.memmove(array.ctypes.data, value.data_ptr(), array.nbytes)
+    return array
 
 
 class OrtBinding:
@@ -143,6 +183,7 @@ class OrtBinding:
         session: ort.InferenceSession,
         inputs: Mapping[str, Array],
         outputs: Mapping[str, Array],
+        ports: tuple[tuple[Port, ...], tuple[Port, ...]],
         embedding: ort.OrtValue | None = None,
     ) -> None:
         self._session = session
@@ -150,10 +191,10 @@ class OrtBinding:
         self._arrays = (dict(inputs), dict(outputs))
         self._embedding = embedding
         self._binding = session.io_binding()
-        for name, array in inputs.items():
-            self._binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array))
-        for name, array in outputs.items():
-            self._binding.bind_ortvalue_output(name, ort.OrtValue.ortvalue_from_numpy(array))
+        for port in ports[0]:
+            self._binding.bind_ortvalue_input(port.name, _on_array(inputs[port.name], port))
+        for port in ports[1]:
+            self._binding.bind_ortvalue_output(port.name, _on_array(outputs[port.name], port))
 
     def run(self) -> None:
         """Run the graph on the bound arrays."""
@@ -174,19 +215,17 @@ class OrtCopies(OrtBinding):
         session: ort.InferenceSession,
         inputs: Mapping[str, Array],
         outputs: Mapping[str, Array],
+        ports: tuple[tuple[Port, ...], tuple[Port, ...]],
     ) -> None:
         self._session = session
         self._arrays = (dict(inputs), dict(outputs))
+        self._ports = ports
 
     def run(self) -> None:
         """Run the graph and copy what comes out into the bound arrays."""
         inputs, outputs = self._arrays
-        try:
-            values = self._session.run(list(outputs), inputs)
-        except failures() as err:
-            raise BackendError(f"ONNX Runtime failed in a run: {first_line(err)}") from err
-        for target, value in zip(outputs.values(), values, strict=True):
-            np.copyto(target, value)
+        for name, value in _run_once(self._session, inputs, *self._ports).items():
+            np.copyto(outputs[name], value)
 
 
 def target_of(provider: str) -> str:
@@ -311,6 +350,7 @@ def open_graph(
     embedding: ort.OrtValue | None = None,
     settings: Mapping[str, str] | None = None,
     device: int = 0,
+    quantized: bool = False,
 ) -> OrtSession:
     """Open one graph file, its weights beside it, and check its ports.
 
@@ -324,6 +364,7 @@ def open_graph(
         embedding: What :func:`map_embedding` gave, where several sessions are to share it.
         settings: Options of the provider, as it names them.
         device: Number of the card.
+        quantized: Whether it is a quantised bundle's.
 
     Raises:
         BackendError: where the file cannot be loaded as asked, or ONNX Runtime runs a part of it
@@ -335,7 +376,9 @@ def open_graph(
     if used == "cpu":
         if embedding is not None:
             options.add_initializer(EMBEDDING, embedding)
-        session = _create(Path(path), used, options, providers=[CPU])
+        # products of one activation have a scale each: with one for all of them none is fused
+        without = {"disabled_optimizers": ["ConstantSharing"]} if quantized else {}
+        session = _create(Path(path), used, options, providers=[CPU], **without)
     else:
         options.add_session_config_entry(RECORD, "1")
         given = {"device_id": str(device), **(settings or {})}
@@ -354,6 +397,7 @@ def _open_role(bundle: Bundle, role: str, *, provider: str = "cpu", **rest: Any)
         )
     check_version(graph, ort.__version__)
     path = bundle.path / graph.file
+    rest["quantized"] = bundle.is_quantized
     return open_graph(path, graph.inputs, graph.outputs, provider=provider, **rest)
 
 
@@ -397,6 +441,9 @@ def _options(threads: int | None, optimization: str) -> ort.SessionOptions:
     options.add_session_config_entry("session.set_denormal_as_zero", "1")
     # Between passes the loop computes; spinning threads would take its cores.
     options.add_session_config_entry("session.force_spinning_stop", "1")
+    # Four-bit weights are multiplied with the activations as they are; by default those would be
+    # rounded to eight bits, which nobody asked for.
+    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "0")
     return options
 
 

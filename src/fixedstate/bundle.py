@@ -24,6 +24,9 @@ SCHEMA = 2
 MANIFEST = "bundle.json"
 PARITY = "parity.json"
 WEIGHTS = "weights.safetensors"
+QUANTIZATION = "quantization.json"
+"""How a quantised bundle was made, and how far it is from what it was made of."""
+
 NAMES = "names.json"
 """What a folder holds that was exported for another runtime."""
 
@@ -221,6 +224,11 @@ class Bundle:
             if Path(name).name != name or name in ("", ".", ".."):
                 raise SpecError(f"file name {name!r} would leave the bundle's folder")
         return bundle
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether it was written by a plan of quantisation, which ``quantization.json`` holds."""
+        return QUANTIZATION in self.files
 
     def hashes(self) -> dict[str, str]:
         """sha256 by file name, for every file of the bundle but the manifest and parity.json."""

@@ -100,6 +100,11 @@ def check_collectable(bundle: Bundle) -> None:
             f"{bundle.path} has objective {bundle.spec.objective!r}: ranges are taken along block "
             "decoding, which only models of objective 'block' do",
         )
+    if bundle.is_quantized:
+        raise CalibrationError(
+            "MODEL",
+            f"{bundle.path} is already quantised: use the bundle that it was made of",
+        )
     if bundle.precision.io != "float32":
         raise CalibrationError(
             "MODEL",

@@ -78,7 +78,7 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 	    $(PIP) install -qq --no-deps --constraint constraints.txt --index-url "$(TORCH_INDEX_URL)" torch; fi
 	@# The build tool comes from constraints.txt as well, so the build is not isolated.
 	@$(PIP) install -qq --constraint constraints.txt setuptools
-	@$(PIP) install -qq --constraint constraints.txt --no-build-isolation --editable '.[export,dev,rtx,kernels]'
+	@$(PIP) install -qq --constraint constraints.txt --no-build-isolation --editable '.[export,dev,rtx,kernels,triton]'
 	@# TensorRT's own plugin package, three versions side by side; no test needs the library itself.
 	@for pair in $(PLUGIN_PACKAGES); do target=$(VENV)/plugin-packages/$${pair%%=*}; \
 	    [ -f $$target/.installed ] || { rm -rf $$target && $(PIP) install -qq --no-deps --target $$target \

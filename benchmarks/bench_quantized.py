@@ -321,7 +321,10 @@ def drifts(given: argparse.Namespace) -> dict[str, Any]:
 def memory(given: argparse.Namespace) -> dict[str, Any]:
     """Peak memory of collecting ranges from M100, and whether order and batch matter."""
     with tempfile.TemporaryDirectory() as name:
-        bundle, _ = bundle_of("m100", given.folder or Path(name))
+        kept = given.folder or Path(name)
+        if not (kept / "m100.bundle").exists():
+            bundle_of("m100", kept)
+        bundle = Bundle.open(kept / "m100.bundle")
         data = random_data(bundle, Path(name), 240, 1)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         out: dict[str, Any] = {"before_kb": before}

@@ -18,13 +18,24 @@ from fixedstate.calib.sites import Product, Site, activation, products
 from fixedstate.ports import Array
 from fixedstate.runtime.ort import EMBEDDING
 
-VALUES, SCALE = ".quantized", ".scale"
+VALUES, SCALE, TENSOR_SCALE = ".quantized", ".scale", ".tensor_scale"
 """What the names of a weight's stored values and scales end with, behind its own."""
 
+MULTIPLIED = ".multiplied"
+"""Likewise of the float32 weight that stands for a quantised one where nothing reads its format."""
+
+OPSET, IR_VERSION = 23, 11
+"""Of graphs with weights in four-bit floats, which older ones have not."""
+
+MIN_ONNXRUNTIME = "1.23.0"
+"""The first ONNX Runtime that reads these; its CPU provider computes none of them."""
+
 _ONNX = {
+    "float32": ir.DataType.FLOAT,
     "int8": ir.DataType.INT8,
     "int4": ir.DataType.INT4,
     "float8_e4m3fn": ir.DataType.FLOAT8E4M3FN,
+    "float4_e2m1fn": ir.DataType.FLOAT4E2M1,
 }
 
 Valueless = Callable[[ir.DataType, ir.Shape, str], ir.TensorProtocol]
@@ -37,6 +48,8 @@ def quantize_graph(
     formats: Mapping[str, Format],
     scales: Mapping[str, float],
     valueless: Valueless,
+    *,
+    simulate: bool = False,
 ) -> None:
     """Quantise products of a graph in place; the others, and all else, stay as they are.
 
@@ -46,6 +59,8 @@ def quantize_graph(
         formats: Of the weights that are quantised.
         scales: Of the activations of those whose format has one, by activation.
         valueless: Makes the new weights, whose values :func:`stored` gives.
+        simulate: Give weights that ONNX Runtime's CPU provider does not read as the float32 numbers
+            that they stand for.
     """
     weights: dict[str, ir.Value] = {}
     for product in list(products(model)):
@@ -57,10 +72,20 @@ def quantize_graph(
         if chosen.activations:
             value = _round_trip(model, product, value, scales[site.input], chosen)
         if product.weight not in weights:
-            weights[product.weight] = _stored_weight(model, site, chosen, valueless)
+            made = _multiplied if simulate and not chosen.is_on_cpu else _stored_weight
+            weights[product.weight] = made(model, site, chosen, valueless)
         node = ir.node("MatMul", [value, weights[product.weight]], name=product.node.name)
         _replace(model, product, node)
     common.RemoveUnusedNodesPass()(model)
+    if has_four_bit_floats(model):
+        model.ir_version = max(IR_VERSION, model.ir_version or 0)
+        for imports in (model.opset_imports, *(f.opset_imports for f in model.functions.values())):
+            imports[""] = max(OPSET, imports.get("", 0))
+
+
+def has_four_bit_floats(model: ir.Model) -> bool:
+    """Whether a graph reads weights in four-bit floats."""
+    return any(value.dtype == ir.DataType.FLOAT4E2M1 for value in model.graph.initializers.values())
 
 
 def _round_trip(
@@ -75,6 +100,7 @@ def _round_trip(
     zero = _constant(model, np.zeros((), chosen.dtype))
     down = ir.node("QuantizeLinear", [value, step, zero])
     up = ir.node("DequantizeLinear", [down.outputs[0], step, zero])
+    down.outputs[0].dtype, up.outputs[0].dtype = _ONNX[chosen.dtype.name], ir.DataType.FLOAT
     model.graph.insert_before(product.node, [down, up])
     return up.outputs[0]
 
@@ -86,11 +112,26 @@ def _stored_weight(model: ir.Model, site: Site, chosen: Format, valueless: Value
     values = _weight(
         model, site.name + VALUES, _ONNX[chosen.dtype.name], (site.rows, site.columns), valueless
     )
-    scales = _weight(model, site.name + SCALE, ir.DataType.FLOAT, shape, valueless)
+    kind = _ONNX[chosen.stored_scale_dtype.name]
+    scales = _weight(model, site.name + SCALE, kind, shape, valueless)
     how = {"axis": 0, "block_size": chosen.block} if blocks else {"axis": 1}
-    node = ir.node("DequantizeLinear", [values, scales], attributes=how)
-    model.graph.insert_before(model.graph[0], [node])
-    return node.outputs[0]
+    nodes = []
+    if chosen.has_tensor_scale:
+        one = _weight(model, site.name + TENSOR_SCALE, ir.DataType.FLOAT, (), valueless)
+        nodes.append(ir.node("DequantizeLinear", [scales, one]))
+        scales = nodes[0].outputs[0]
+    nodes.append(ir.node("DequantizeLinear", [values, scales], attributes=how))
+    for node in nodes:
+        node.outputs[0].dtype = ir.DataType.FLOAT
+    model.graph.insert_before(model.graph[0], nodes)
+    return nodes[-1].outputs[0]
+
+
+def _multiplied(model: ir.Model, site: Site, chosen: Format, valueless: Valueless) -> ir.Value:
+    """The numbers that a quantised weight stands for, as a weight."""
+    del chosen
+    shape = (site.rows, site.columns)
+    return _weight(model, site.name + MULTIPLIED, ir.DataType.FLOAT, shape, valueless)
 
 
 def _weight(
@@ -145,3 +186,19 @@ def stored(weight: Array, site: Site, chosen: Format, search: bool = False) -> Q
     """
     array = weight.T if site.name == EMBEDDING else weight
     return quantize(array, chosen, search_shrink(array, chosen) if search else 1.0)
+
+
+def parts_of(one: Quantized) -> dict[str, Array]:
+    """What a quantised weight is stored as, by what the names end with behind its own."""
+    found = {VALUES: one.values, SCALE: one.scales.astype(one.format.stored_scale_dtype)}
+    if one.format.has_tensor_scale:
+        found[TENSOR_SCALE] = np.asarray(one.scale, np.float32)
+    return found
+
+
+def part_of(name: str) -> tuple[str, str]:
+    """Name of the weight that a stored part is of, and what its own name ends with; "" if none."""
+    for ending in (VALUES, SCALE, TENSOR_SCALE, MULTIPLIED):
+        if name.endswith(ending):
+            return name.removesuffix(ending), ending
+    return name, ""

@@ -25,6 +25,10 @@ FORMAT = 1
 SPLITS = ("calibrate", "score", "held-out")
 """Ranges are collected on the first, formats compared on the second, reports made on the third."""
 
+HALVES = ("verify", "report")
+"""Every other sequence of the split ``held-out``, and the rest: where a search is held against some
+of them, the report is about those that it has not seen."""
+
 _SHARES = (6, 8, 10)  # of ten parts, cumulated
 _HEADER = ("calib_data", "tokenizer_sha256", "vocab", "mask_id", "block")
 _RECORD = ("id", "ids", "prompt_len")
@@ -72,15 +76,24 @@ class Data:
         """The usable sequences of a split, each cut to whole blocks.
 
         Args:
-            name: One of :data:`SPLITS`.
+            name: One of :data:`SPLITS` or of :data:`HALVES`.
             block_len: L.
             blocks: Blocks of a sequence at most.
 
         Raises:
             CalibrationError: ``NO_DATA``, where no sequence of it has a block behind its prompt.
         """
+        if name in HALVES:
+            whole = self.split("held-out", block_len, blocks)
+            if len(whole) < len(HALVES):
+                raise CalibrationError(
+                    "NO_DATA",
+                    "split 'held-out' has one sequence with a whole block behind its prompt, and a "
+                    "search needs two, one to hold it against and one to report on: give more",
+                )
+            return whole[HALVES.index(name) :: len(HALVES)]
         if name not in SPLITS:
-            raise ValueError(f"split {name!r} is none of {', '.join(SPLITS)}")
+            raise ValueError(f"split {name!r} is none of {', '.join((*SPLITS, *HALVES))}")
         found = []
         for record in self.records:
             count = len(record.ids) // block_len

@@ -36,7 +36,8 @@ class Format:
         bits: Of a stored weight.
         block: Rows that share a scale; 0 for a scale per column.
         activations: Whether the other operand is quantised too, with one static scale.
-        scale_dtype: Of the scales: float32, or for blocks of four bits E4M3 or E8M0.
+        scale_dtype: What scales are rounded to: float32, E4M3 under one float32 scale of the whole
+            weight, or E8M0, which is powers of two.
     """
 
     name: str
@@ -52,11 +53,31 @@ class Format:
         """Whether values are whole numbers."""
         return self.dtype in (np.dtype(np.int8), _INT4)
 
+    @property
+    def has_powers(self) -> bool:
+        """Whether scales are powers of two."""
+        return bool(self.scale_dtype == _E8M0)
+
+    @property
+    def stored_scale_dtype(self) -> np.dtype[Any]:
+        """What scales are stored in: powers of two as float32, as TensorRT reads no E8M0."""
+        return _FLOAT32 if self.has_powers else self.scale_dtype
+
+    @property
+    def has_tensor_scale(self) -> bool:
+        """Whether the scales have one of their own."""
+        return bool(self.scale_dtype == _E4M3)
+
+    @property
+    def is_on_cpu(self) -> bool:
+        """Whether ONNX Runtime's CPU provider reads it; else the weight is tried multiplied out."""
+        return bool(self.dtype != _E2M1)
+
     def nbytes(self, rows: int, columns: int) -> int:
         """Stored bytes of a weight [rows, columns], scales included."""
         scales = columns * (-(-rows // self.block) if self.block else 1)
-        per_tensor = 4 if self.scale_dtype == _E4M3 else 0
-        return rows * columns * self.bits // 8 + scales * self.scale_dtype.itemsize + per_tensor
+        size = rows * columns * self.bits // 8 + scales * self.stored_scale_dtype.itemsize
+        return size + (4 if self.has_tensor_scale else 0)
 
     def refusal(self, rows: int, columns: int) -> str:
         """Why a weight of that size cannot have this format; empty where it can.
@@ -88,17 +109,17 @@ FLOAT = "float"
 """The name of what is not quantised, in plans."""
 
 TARGETS = {
-    "ort-cpu": ("int8", "int8-weights", "int4:32", "int4:64", "int4:128", "fp8"),
+    "ort-cpu": ("int8", "int8-weights", "int4:32", "int4:64", "int4:128", "fp8", "mxfp8"),
     "sm75": (),
     "sm80": ("int8", "int8-weights", "int4:32", "int4:64", "int4:128"),
     "sm86": ("int8", "int8-weights", "int4:32", "int4:64", "int4:128"),
-    "sm89": ("int8", "int8-weights", "int4:32", "int4:64", "int4:128", "fp8"),
+    "sm89": ("int8", "int8-weights", "int4:32", "int4:64", "int4:128", "fp8", "mxfp8"),
     "sm120": tuple(FORMATS),
     "sm121": tuple(FORMATS),
 }
 """Formats that each target takes; those of TensorRT-RTX by compute capability, measured with its
 builder. It multiplies no float32 matrices for 7.5, as every scan does. On ONNX Runtime's CPU, fp8
-runs by converting and is for checking only."""
+and mxfp8 run by converting and are for checking only."""
 
 
 def format_named(name: str) -> Format:

@@ -14,7 +14,8 @@ from fixedstate.calib.table import Policy
 from fixedstate.calib.trajectory import Pass, Trajectory, longest_first
 from fixedstate.errors import CalibrationError
 from fixedstate.ports import Array
-from fixedstate.runtime.engine import ReadableEngine
+from fixedstate.runtime.compare import decoded, divergence, log_softmax
+from fixedstate.runtime.snapshot import StatefulEngine
 
 MARGIN = 0.1
 """Where the two best scores of the reference are nearer, the best token is decided by a hair."""
@@ -22,7 +23,7 @@ MARGIN = 0.1
 BUCKETS = (1, 10, 100, 1000)
 """Blocks behind a sequence's beginning up to which each bucket goes."""
 
-Opens = Callable[[int], ReadableEngine]
+Opens = Callable[[int], StatefulEngine]
 """Opens an engine with that many slots."""
 
 
@@ -47,9 +48,8 @@ class Tokens:
     def add(self, reference: Array, candidate: Array, tokens: Array) -> None:
         """Compare scores (n, V) of n masked slots, whose true tokens are `tokens`."""
         right, found = log_softmax(reference), log_softmax(candidate)
-        kl = (np.exp(right) * (right - found)).sum(-1)
         best = np.partition(reference, -2, axis=-1)[:, -2:]
-        self.kl.append(np.maximum(kl, 0.0))  # below 0 by rounding only
+        self.kl.append(divergence(reference, candidate))
         self.agrees.append(reference.argmax(-1) == candidate.argmax(-1))
         self.decided.append(best[:, 1] - best[:, 0] > MARGIN)
         self.reference.append(-right[np.arange(len(tokens)), tokens])
@@ -81,14 +81,6 @@ class Tokens:
                 (np.concatenate(self.candidate) - np.concatenate(self.reference)).mean()
             ),
         }
-
-
-def log_softmax(scores: Array) -> Array:
-    """float64 logarithms of the softmax over the last axis."""
-    wide = scores.astype(np.float64)
-    wide -= wide.max(-1, keepdims=True)
-    found: Array = wide - np.log(np.exp(wide).sum(-1, keepdims=True))
-    return found
 
 
 @dataclass(slots=True)
@@ -183,7 +175,7 @@ def compare(
 class _Judge:
     """Two engines on their way, the reference first, and what was found so far."""
 
-    engines: list[ReadableEngine]
+    engines: list[StatefulEngine]
     state_at: set[int]
     rows: Sequence[Record] = ()
     found: Comparison = field(default_factory=Comparison)
@@ -212,8 +204,10 @@ class _Judge:
     def committed(self, block: int, rows: tuple[int, ...]) -> None:
         """Compare the states behind a block."""
         if block + 1 in self.state_at:
-            right, found = self.engines
-            worst = max(state_error(right.read(row), found.read(row)) for row in rows)
+            worst = max(
+                state_error(*(decoded(one.state, one.read(row), one.spec) for one in self.engines))
+                for row in rows
+            )
             self.found.state[block + 1] = max(worst, self.found.state.get(block + 1, 0.0))
 
     def verdict(self) -> Comparison:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from fixedstate.bundle import Bundle, write_atomic
 from fixedstate.calib.formats import FLOAT, Format, check_targets, format_named
 from fixedstate.calib.scales import input_scales
 from fixedstate.calib.score import Sensitivity
-from fixedstate.calib.search import Choice, choose
+from fixedstate.calib.search import Choice, Option, choose
 from fixedstate.calib.sites import Site
 from fixedstate.calib.table import Table, digest
 from fixedstate.errors import CalibrationError, FixedStateError, require_keys
@@ -151,6 +152,47 @@ class Plan:
             raise CalibrationError("DAMAGED", f"{file} is no plan: {err}") from err
 
 
+def pinned(sites: Mapping[str, Site], pins: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """The formats that patterns of names ask for, whatever else is chosen.
+
+    Args:
+        sites: By weight.
+        pins: Pattern, as of a shell, and format; of two that match one weight the later counts.
+
+    Returns:
+        Format by weight; :data:`fixedstate.calib.formats.FLOAT` where it is to stay as it is.
+
+    Raises:
+        CalibrationError: ``FORMAT`` for an unknown one, ``GLOB_MATCHED_NONE`` for a pattern that
+            no weight has, ``GLOB_MATCHED_ALL`` for one that leaves nothing to be quantised,
+            ``BLOCK_INDIVISIBLE`` where a weight cannot have the format.
+    """
+    found: dict[str, str] = {}
+    for pattern, name in pins:
+        matched = [site for site in sites.values() if fnmatchcase(site.name, pattern)]
+        if not matched:
+            raise CalibrationError(
+                "GLOB_MATCHED_NONE",
+                f"no weight of a product has a name like {pattern!r}; there are {len(sites)}, such "
+                f"as {', '.join(list(sites)[:3])}: correct the pattern",
+            )
+        if name == FLOAT and len(matched) == len(sites):
+            raise CalibrationError(
+                "GLOB_MATCHED_ALL",
+                f"{pattern!r} is all {len(sites)} weights, and {FLOAT} leaves them as they are: "
+                "nothing would be quantised; use a narrower pattern",
+            )
+        for site in matched:
+            reason = "" if name == FLOAT else format_named(name).refusal(site.rows, site.columns)
+            if reason:
+                raise CalibrationError(
+                    "BLOCK_INDIVISIBLE",
+                    f"{site.name} ({pattern!r}) cannot be {name}: {reason}: choose another",
+                )
+            found[site.name] = name
+    return found
+
+
 def uniform(
     bundle: Bundle,
     table: Table,
@@ -207,6 +249,7 @@ def search_plan(
     max_bytes: int | None = None,
     rule: str = "mse",
     search: bool = False,
+    pins: Mapping[str, str] | None = None,
 ) -> Plan:
     """The plan of the fewest bytes whose divergence, measured as a whole, stays within a bound.
 
@@ -224,13 +267,15 @@ def search_plan(
         max_bytes: Bound of the bytes instead; the divergence is then as small as it gets.
         rule: How activations are clipped.
         search: Whether weights are clipped to the least squared error.
+        pins: Formats that are not searched; see :func:`pinned`.
 
     Raises:
-        CalibrationError: ``INFEASIBLE`` with the best that was found, or as :func:`uniform`.
+        CalibrationError: ``INFEASIBLE`` with the best that was found, ``UNSCORED`` for a pinned
+            format that was not scored, or as :func:`uniform`.
     """
     offered = {name for one in sensitivity.kl.values() for name in one}
     check_targets(tuple(sorted(offered)), targets)
-    options = sensitivity.options(sites)
+    options = _pinned_options(sensitivity.options(sites), pins or {})
 
     def made(choice: Choice) -> Plan:
         return uniform(
@@ -261,3 +306,19 @@ def search_plan(
         f"no choice stays within {max_kl:g} nats as a whole; the nearest of {len(tried)} has "
         f"{best:.3g} at {nbytes:,} bytes: allow more, or offer other formats",
     )
+
+
+def _pinned_options(
+    options: dict[str, dict[str, Option]], pins: Mapping[str, str]
+) -> dict[str, dict[str, Option]]:
+    """What is left to choose from where some formats are given."""
+    for name, chosen in pins.items():
+        if chosen in options.get(name, {}):
+            options[name] = {chosen: options[name][chosen]}
+        elif chosen != FLOAT:
+            raise CalibrationError(
+                "UNSCORED",
+                f"{name} is to be {chosen}, which was not scored: score it (--formats, --kinds), "
+                "or pin another",
+            )
+    return options

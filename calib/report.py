@@ -111,6 +111,31 @@ class Report:
             sizes = [size for size in seen.passes.values() if size > 0]
             if sizes and max(sizes) > PASS_RATIO * min(sizes):
                 uneven[name] = max(sizes) / min(sizes)
+        seen_of = {"unvisited": table.unvisited(), "uneven": uneven}
+        return cls.again(plan, seen_of, sites, comparison, data, drifts=drifts)
+
+    @classmethod
+    def again(
+        cls,
+        plan: Plan,
+        record: Mapping[str, Any],
+        sites: Mapping[str, Site],
+        comparison: Comparison,
+        data: str,
+        *,
+        drifts: Iterable[Drift] = (),
+    ) -> Report:
+        """A report of a plan that was measured again, without the table that it was made with.
+
+        Args:
+            plan: The plan.
+            record: What :meth:`to_dict` gave of an earlier report: what it says of the table is
+                taken over.
+            sites: The bundle's sites by weight.
+            comparison: Of held-out sequences.
+            data: sha256 of the data that they are from.
+            drifts: State formats that were measured.
+        """
         chosen = plan.chosen()
         left = {
             name: _reason(site, chosen.values())
@@ -126,8 +151,8 @@ class Report:
             comparison=comparison,
             nbytes=plan.nbytes(sites),
             float_bytes=sum(4 * site.rows * site.columns for site in sites.values()),
-            unvisited=table.unvisited(),
-            uneven=uneven,
+            unvisited=tuple(record["unvisited"]),
+            uneven=dict(record["uneven"]),
             left=left,
             drifts=tuple(drifts),
             simulated=tuple(simulated),

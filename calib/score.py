@@ -7,13 +7,14 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from fixedstate.bundle import Bundle, write_atomic
 from fixedstate.calib.data import Data, Record
 from fixedstate.calib.formats import FLOAT, Format, format_named
-from fixedstate.calib.measure import compare
+from fixedstate.calib.measure import Opens, compare
 from fixedstate.calib.scales import input_scales
 from fixedstate.calib.search import Option
 from fixedstate.calib.sites import DEFAULT_KINDS, Site, find_sites, load_graphs
@@ -21,7 +22,7 @@ from fixedstate.calib.table import Policy, Table
 from fixedstate.calib.trial import quantized_engine
 from fixedstate.errors import CalibrationError, require_keys
 from fixedstate.runtime.decoder import open_engine
-from fixedstate.runtime.engine import ReadableEngine
+from fixedstate.runtime.snapshot import StatefulEngine
 
 FORMAT = 1
 _KEYS = ("sensitivity", "table", "records", "kl")
@@ -51,6 +52,15 @@ class Sensitivity:
                 for chosen, kl in by_format.items()
             }
         return found
+
+    def among(self, able: Mapping[str, Sequence[Format]]) -> Sensitivity:
+        """Only some formats of some weights; see :func:`choices`."""
+        kl = {
+            name: {one.name: by_format[one.name] for one in able[name] if one.name in by_format}
+            for name, by_format in self.kl.items()
+            if name in able
+        }
+        return Sensitivity(self.table, self.records, kl)
 
     def save(self, file: str | os.PathLike[str]) -> None:
         """Write it; the file appears whole or not at all."""
@@ -158,18 +168,28 @@ def score(
         for one in able
         if one.name not in found.kl.get(name, {})
     ]
+    reference = opened_once(bundle)
     for number, (name, one) in enumerate(runs, 1):
         if progress is not None:
             progress(f"{one.name} in {name} ({number} of {len(runs)})")
         scales = input_scales(table, {sites[name].input: one}, rule) if one.activations else {}
-        kl = _alone(bundle, graphs, sites, {name: one}, scales, chosen, policy, batch)
+        kl = divergence(
+            *(bundle, graphs, sites, {name: one}, scales, chosen, policy),
+            batch=batch,
+            reference=reference,
+        )
         found.kl.setdefault(name, {})[one.name] = kl
         if save is not None:
             found.save(save)
     return found
 
 
-def _alone(
+def opened_once(bundle: Bundle) -> Opens:
+    """Opens a bundle as it is for any number of comparisons: one engine, begun anew by each."""
+    return cache(lambda slots: open_engine(bundle, threads=1, slots=slots, memory="fast"))
+
+
+def divergence(
     bundle: Bundle,
     graphs: Mapping[str, Any],
     sites: Mapping[str, Site],
@@ -177,16 +197,35 @@ def _alone(
     scales: Mapping[str, float],
     records: Sequence[Record],
     policy: Policy,
-    batch: int,
+    *,
+    batch: int = 4,
+    search: bool = False,
+    reference: Opens | None = None,
 ) -> float:
+    """Mean divergence of a bundle with some weights in other formats; nothing is written.
+
+    Args:
+        bundle: The fp32 bundle.
+        graphs: Its graphs by role.
+        sites: Its sites by weight.
+        formats: Of the weights that are quantised.
+        scales: Of the activations that are.
+        records: Sequences of whole blocks.
+        policy: Which passes.
+        batch: Sequences that run together.
+        search: Whether weights are clipped to the least squared error.
+        reference: Opens the bundle as it is; :func:`opened_once` where many are compared.
+
+    Raises:
+        CalibrationError: as :func:`fixedstate.calib.trial.quantized_engine` and
+            :func:`fixedstate.calib.measure.compare`.
+    """
     with ExitStack() as stack:
 
-        def candidate(slots: int) -> ReadableEngine:
+        def candidate(slots: int) -> StatefulEngine:
             return stack.enter_context(
-                quantized_engine(bundle, graphs, sites, formats, scales, slots=slots)
+                quantized_engine(bundle, graphs, sites, formats, scales, slots=slots, search=search)
             )
 
-        def reference(slots: int) -> ReadableEngine:
-            return open_engine(bundle, threads=1, slots=slots, memory="fast")
-
-        return compare(bundle, reference, candidate, records, policy, batch=batch).kl
+        right = reference or opened_once(bundle)
+        return compare(bundle, right, candidate, records, policy, batch=batch).kl

@@ -9,7 +9,7 @@ from functools import partial
 import onnx_ir as ir
 
 from fixedstate.bundle import Bundle
-from fixedstate.calib.apply import SCALE, VALUES, quantize_graph, stored
+from fixedstate.calib.apply import MULTIPLIED, part_of, parts_of, quantize_graph, stored
 from fixedstate.calib.formats import Format, Quantized
 from fixedstate.calib.observe import ROLES, opened
 from fixedstate.calib.sites import Site
@@ -61,7 +61,7 @@ def quantized_engine(
         CalibrationError: ``TOO_LARGE`` for more quantised weights than a graph can hold: write the
             bundle and open that.
     """
-    size = sum(one.nbytes(sites[name].rows, sites[name].columns) for name, one in formats.items())
+    size = sum(_size(sites[name], one) for name, one in formats.items())
     if size > LARGEST:
         raise CalibrationError(
             "TOO_LARGE",
@@ -74,16 +74,26 @@ def quantized_engine(
     }
     models = {role: graphs[role].clone() for role in ROLES}
     for model in models.values():
-        quantize_graph(model, sites, formats, scales, partial(_held, made))
+        quantize_graph(model, sites, formats, scales, partial(_held, made), simulate=True)
     with opened(bundle, models, {}) as sessions:
         yield SessionEngine(
             bundle.spec, bundle.state, sessions, slots=slots, weights=bundle.weights
         )
 
 
+def _size(site: Site, chosen: Format) -> int:
+    """Bytes of a weight as it is tried."""
+    if chosen.is_on_cpu:
+        return chosen.nbytes(site.rows, site.columns)
+    return 4 * site.rows * site.columns
+
+
 def _held(
     made: Mapping[str, Quantized], dtype: ir.DataType, shape: ir.Shape, name: str
 ) -> ir.TensorProtocol:
     """The values or the scales of a quantised weight, by the name of the new weight."""
-    one = made[name.removesuffix(VALUES).removesuffix(SCALE)]
-    return ir.tensor(one.values if name.endswith(VALUES) else one.scales, name=name)
+    weight, part = part_of(name)
+    one = made[weight]
+    return ir.tensor(
+        one.dequantized() if part == MULTIPLIED else parts_of(one)[part], name=name, dtype=dtype
+    )

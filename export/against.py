@@ -23,6 +23,7 @@ from fixedstate.bundle import Bundle
 from fixedstate.errors import BundleError
 from fixedstate.export import graphfacts
 from fixedstate.export.engine import LAYERS
+from fixedstate.export.profiles import stored_bytes
 from fixedstate.plugins.schema import DOMAIN
 from fixedstate.ports import DTYPES, Port
 from fixedstate.runtime.enginefile import EngineFolder, Plan
@@ -33,10 +34,10 @@ ONE_TO_ONE = {
     "CONVOLUTION": ("Conv",),
     "SOFTMAX": ("Softmax",),
     "REDUCE": ("ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin", "ReduceProd"),
+    "QUANTIZE": ("QuantizeLinear",),
+    "DEQUANTIZE": ("DequantizeLinear",),
 }
 """Layers of a parsed network, and the operators of which each becomes one such layer."""
-
-_STRIPPED = "STRIP_PLAN"  # flag of a plan without its weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ def compare_unrun(bundle: Bundle, engine: EngineFolder) -> list[Finding]:
     Raises:
         BundleError: for a graph or a record that cannot be read.
     """
-    record = _record(engine)
+    record = layer_record(engine)
     findings: list[Finding] = []
     for role, plan in engine.plans.items():
         findings += _ports(bundle, engine, plan)
@@ -95,7 +96,7 @@ def compare_unrun(bundle: Bundle, engine: EngineFolder) -> list[Finding]:
     return findings
 
 
-def _record(engine: EngineFolder) -> dict[str, Any]:
+def layer_record(engine: EngineFolder) -> dict[str, Any]:
     """What the build recorded, by role; its hash was checked when the engine was opened."""
     if LAYERS not in engine.files:
         return {}
@@ -164,7 +165,8 @@ def _weights(
 ) -> Iterator[Finding]:
     weights = graphfacts.read(bundle, role, engine.identity.product).weights
     count = sum(prod(weight.shape) for weight in weights)
-    stored = sum(prod(weight.shape) * DTYPES[weight.dtype] for weight in weights)
+    stored = sum(stored_bytes(weight) for weight in weights)
+    floats = sum(prod(weight.shape) for weight in weights if weight.dtype == "float32")
     read, plan = int(record["weight_bytes"]), int(record["plan_bytes"])
     size = (engine.path / engine.plans[role].file).stat().st_size
     yield Finding(role, "plan bytes", f"{plan:,} at the build", f"{size:,}", plan == size)
@@ -173,10 +175,10 @@ def _weights(
     ours, theirs = stored / count, read / count
     least = DTYPES[PRECISIONS[engine.identity.precision]]
     # norms, decays and layers that were kept are float32 in a half engine
-    fits = theirs == least == 4 or least <= theirs < 4 or bool(engine.identity.fp32_layers)
+    fits = stored - (4 - least) * floats <= read <= stored
+    fits &= least == 4 or read < stored or bool(engine.identity.fp32_layers)
     yield Finding(role, "bytes per weight", f"{ours:.3f}", f"{theirs:.3f}", fits)
-    stripped = _STRIPPED in engine.identity.flags
-    holds = None if stripped else size >= read
+    holds = None if engine.identity.is_stripped else size >= read
     yield Finding(role, "plan / weight bytes", f"{read:,} B", f"{size / max(read, 1):.2f}", holds)
 
 

@@ -15,6 +15,9 @@ from fixedstate.runtime.identity import (
     CARD,
     HARDWARE,
     HARDWARE_LEVELS,
+    REFIT,
+    REFIT_IDENTICAL,
+    STRIP_PLAN,
     TIMING_CACHE,
     VERSION_COMPATIBLE,
 )
@@ -22,7 +25,7 @@ from fixedstate.runtime.identity import (
 LEVELS = range(6)
 """What ``optimization_level`` can be; 3 is TensorRT's own choice."""
 
-NEED_A_CARD = ("REFIT", "STRIP_PLAN")
+NEED_A_CARD = (REFIT, STRIP_PLAN)
 """Flags for which the builder runs something on a card, TensorRT-RTX's too (measured on 1.7)."""
 
 _HARDWARE = {"same": "SAME_COMPUTE_CAPABILITY", "ampere+": "AMPERE_PLUS"}
@@ -72,6 +75,22 @@ class BuilderFlags:
             if name not in FLAGS:
                 raise UsageError(f"builder flag {name} is not one of {', '.join(FLAGS)}")
 
+    @property
+    def is_stripped(self) -> bool:
+        """Whether plans get no weights."""
+        return STRIP_PLAN in self.more
+
+    @property
+    def named(self) -> tuple[str, ...]:
+        """:attr:`more` with the way of refitting that STRIP_PLAN takes where none is asked for.
+
+        TensorRT would take the same one; named, it stands in engine.json. An engine is refitted
+        with the weights it was built from, for which REFIT would cost speed for nothing.
+        """
+        if self.is_stripped and REFIT not in self.more:
+            return (*self.more, REFIT_IDENTICAL)
+        return self.more
+
     def refusals(self, target: str, cards: bool) -> list[str]:
         """Why a product cannot be set so on a machine; empty where it can.
 
@@ -110,7 +129,7 @@ class BuilderFlags:
         """
         values: dict[str, Any] = {"STRONGLY_TYPED": self.strongly_typed, "TF32": self.tf32}
         values["PROFILING_VERBOSITY"] = "DETAILED"
-        values.update(dict.fromkeys(self.more, True))
+        values.update(dict.fromkeys(self.named, True))
         if target == ENTERPRISE:
             values["BUILDER_OPTIMIZATION_LEVEL"] = self.optimization_level
             values[HARDWARE] = self.hardware
@@ -139,7 +158,7 @@ class BuilderFlags:
         """
         config.clear_flag(trt.BuilderFlag.TF32)
         config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
-        for name in self.more:
+        for name in self.named:
             config.set_flag(_member(trt, "BuilderFlag", name))
         if target == RTX:
             config.num_compute_capabilities = len(capabilities)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
+from onnx_ir.passes import common
 
 from fixedstate import __version__
 from fixedstate.bundle import (
@@ -26,10 +28,11 @@ from fixedstate.bundle import (
     WEIGHTS,
     Bundle,
     check_target,
+    readable_sha256,
     staged_folder,
     write_atomic,
 )
-from fixedstate.errors import BackendError, UsageError
+from fixedstate.errors import BackendError, BundleError, UsageError
 from fixedstate.export import engineprocess, graphfacts
 from fixedstate.export.activations import tokens_of
 from fixedstate.export.builderflags import BuilderFlags
@@ -44,7 +47,7 @@ from fixedstate.export.targets import ENTERPRISE, RTX
 from fixedstate.plugins import ptx
 from fixedstate.plugins.schema import DOMAIN, OPS
 from fixedstate.ports import Port
-from fixedstate.runtime.enginefile import EngineFolder, Plan, write_engine
+from fixedstate.runtime.enginefile import EngineFolder, Plan, refit_graph, write_engine
 from fixedstate.runtime.identity import Card, Identity, PluginUse, os_text
 
 LAYERS = "layers.json"
@@ -53,7 +56,16 @@ LAYERS = "layers.json"
 Progress = Callable[[str, float], None]
 """Told what is being done, and which part of the whole is done, 0 to 1."""
 
-_DTYPES = {"float32": "FLOAT", "float16": "HALF", "bfloat16": "BF16", "int64": "INT64"}
+_DTYPES = {
+    "float32": "FLOAT",
+    "float16": "HALF",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "FP8",
+    "int8": "INT8",
+    "uint8": "UINT8",
+    "int64": "INT64",
+}
+_KEPT = ".kept"  # marks the domain of calls that are not inlined
 _PREPARED = 0.2  # part of the work before the first build, where a precision is converted
 
 
@@ -308,6 +320,8 @@ class _Build:
         with tempfile.TemporaryDirectory(dir=folder, prefix=".work.") as made:
             work = Path(made)
             source, check = self._source(work)
+            if self._flags.is_stripped:
+                _copy_weights(source, folder)
             begin = _PREPARED if source is not self._bundle else 0.0
             for index, role in enumerate(self._plan.roles.values()):
                 done = begin + (1 - begin) * index / len(self._plan.roles)
@@ -318,6 +332,7 @@ class _Build:
                     self._role(role, source, work, folder, share)
             self._progress("writing the engine", 1.0)
             write_atomic(work / LAYERS, self._layers())
+            refits = [refit_graph(role) for role in self._plan.roles] + [WEIGHTS]
             write_engine(
                 folder,
                 self._bundle,
@@ -325,7 +340,10 @@ class _Build:
                 self._plan.precision,
                 [_plan_of(role) for role in self._plan.roles.values()],
                 check=check,
-                libraries=[work / LAYERS],
+                libraries=[
+                    work / LAYERS,
+                    *(folder / name for name in refits if self._flags.is_stripped),
+                ],
             )
 
     def _source(self, work: Path) -> tuple[Bundle, dict[str, Any]]:
@@ -375,6 +393,8 @@ class _Build:
         graph = source.path / source.graph(role.role, target).file
         if role.needs:
             graph = self._without_refused(role, graph, source, work)
+        if self._flags.is_stripped:
+            graph = _refittable(graph, folder / refit_graph(role.role), role)
         cache = None
         if request.timing_cache is not None:
             cache = str(timing_cache(Path(request.timing_cache).absolute(), version))
@@ -467,6 +487,54 @@ class _Build:
             for role, one in sorted(self.builds.items())
         }
         return (json.dumps(values, indent=1, ensure_ascii=False) + "\n").encode()
+
+
+def _copy_weights(source: Bundle, folder: Path) -> None:
+    """Put the weights where plans are parsed and refitted from: the same file for all of them.
+
+    Raises:
+        BundleError: where they cannot be copied, or are not those of the bundle any more.
+    """
+    try:
+        shutil.copyfile(source.path / WEIGHTS, folder / WEIGHTS)
+    except OSError as err:
+        raise BundleError(
+            f"{source.path / WEIGHTS} cannot be copied: {err.strerror or err}"
+        ) from err
+    if readable_sha256(folder / WEIGHTS) != source.weights:
+        raise BundleError(
+            f"{source.path / WEIGHTS} was changed since the bundle was opened: export it again"
+        )
+
+
+def _refittable(graph: Path, target: Path, role: RolePlan) -> Path:
+    """Write a graph in which every constant that can reach a plan has a name of its own.
+
+    TensorRT's refitter reads initializers and Constant nodes of a graph and of the bodies of its
+    loops, and none of local functions (``ModelRefitter.cpp`` of onnx/onnx-tensorrt), so functions
+    are inlined. Nodes that become plugins stay calls.
+
+    Args:
+        graph: What would be parsed.
+        target: Where to write, beside the weights.
+        role: What is planned for it.
+    """
+    model = ir.load(graph)
+    functions = dict(model.functions)
+    calls = [node for node in model.graph.all_nodes() if node.op_identifier() in functions]
+    plugins = [node for node in calls if role.needs and "plugin_namespace" in node.attributes]
+    for node in plugins:
+        node.domain += _KEPT
+    common.InlinePass()(model)
+    for node in plugins:
+        node.domain = node.domain.removesuffix(_KEPT)
+    if plugins:
+        model.functions.update(functions)
+        common.RemoveUnusedFunctionsPass()(model)  # type: ignore[no-untyped-call]
+    else:
+        model.opset_imports.pop(DOMAIN, None)
+    write_atomic(target, serialised(model))
+    return target
 
 
 def planned_plugins(role: RolePlan) -> int:

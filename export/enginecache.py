@@ -184,6 +184,8 @@ class EngineCache:
             return None, str(err)
         if engine.identity.key != key:
             return None, f"{engine.path} holds the engine of another identity"
+        if engine.identity.is_stripped and not engine.refits:
+            return None, f"{engine.path} holds nothing that its plans could be refitted from"
         return engine, ""
 
     def _evict(self, kept: str) -> None:

@@ -837,9 +837,14 @@ class TorchEngine:
         """Bytes of keys and values per row."""
         return past_length * self._denoiser.state_spec.kv_bytes_per_token()
 
+    @property
+    def state(self) -> StateSpec:
+        """What is carried."""
+        return self._denoiser.state_spec
+
     def read(self, row: int) -> dict[str, Array]:
         """The carried tensors of one row, by suffix."""
-        suffixes = [port.suffix for port in self._denoiser.state_spec.committed]
+        suffixes = [port.suffix for port in self.state.committed]
         return {suffix: self._rows[row][suffix][0].numpy() for suffix in suffixes}
 
 
@@ -894,7 +899,9 @@ def check_against_checkpoint(
     }
     with few_threads(denoiser):
         results = laws.check_bundle(bundle, progress=progress, **sides)
-        if small and not all(result.passed for result in results):
+        # a peer in PyTorch rounds as float dtypes do, not as quantised products and states do
+        is_float = Tolerance.of(laws.tolerance_name(bundle)).kl is None
+        if small and is_float and not all(result.passed for result in results):
             results = _judged(results, denoiser.at(bundle.precision), bundle.precision, sides)
     return results
 

@@ -1,7 +1,8 @@
 """Passes that turn a traced graph into the portable file, each with one job.
 
-Order: :func:`finish`. The portable file is opset 21, IR 10, standard operators and nodes of
-domain ``fixedstate`` whose model-local body holds only such operators; :func:`lint` checks it.
+Order: :func:`finish`. The portable file is opset 21, IR 10 (23 and 11 with weights in four-bit
+floats), standard operators and nodes of domain ``fixedstate`` whose model-local body holds only
+such operators; :func:`lint` checks it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import onnx_ir as ir
 from onnx import defs
 from onnx_ir.passes import common
 
+from fixedstate.calib.apply import OPSET as FOUR_BIT_FLOATS
+from fixedstate.calib.apply import has_four_bit_floats
 from fixedstate.errors import ExportError
 from fixedstate.plugins.bodies import function_body
 from fixedstate.plugins.schema import DOMAIN, OPS, OPSET, VERSION
@@ -316,6 +319,7 @@ def add_functions(model: ir.Model, spec: ModelSpec, precision: Precision) -> Non
             body = function_body(
                 name, block_len, precision.io, taps, wide_skip, one_group, channels
             )
+            body.opset_imports[""] = opset_of(model)
             model.functions[body.identifier()] = body
 
 
@@ -362,6 +366,11 @@ def is_weight(name: str) -> bool:
     return name.startswith(_WEIGHTS)
 
 
+def opset_of(model: ir.Model) -> int:
+    """The opset that a graph has to import: a newer one only for weights in four-bit floats."""
+    return FOUR_BIT_FLOATS if has_four_bit_floats(model) else OPSET
+
+
 def lint(model: ir.Model, inputs: tuple[Port, ...], outputs: tuple[Port, ...]) -> None:
     """Refuse a graph that breaks a rule of the portable file.
 
@@ -388,8 +397,9 @@ def lint(model: ir.Model, inputs: tuple[Port, ...], outputs: tuple[Port, ...]) -
         raise ExportError("; ".join(wrong))
     for name, value in model.graph.initializers.items():
         _lint_constant(name, value)
+    opset = opset_of(model)
     for identifier, found in model.opset_imports.items():
-        if (identifier, found) not in (("", OPSET), (DOMAIN, VERSION)):
+        if (identifier, found) not in (("", opset), (DOMAIN, VERSION)):
             raise ExportError(f"the graph imports opset {identifier or 'ai.onnx'} {found}")
 
 

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
-from fixedstate.bundle import Bundle, Graph, write_atomic
+from fixedstate.bundle import WEIGHTS, Bundle, Graph, write_atomic
+from fixedstate.calib.apply import has_four_bit_floats
 from fixedstate.errors import ParityError, UsageError
-from fixedstate.export.passes import serialised
-from fixedstate.export.precisionrounding import emulate_half
+from fixedstate.export.precisionrounding import (
+    emulate_half,
+    multiply_out,
+    rounds_activations,
+    skip_activation_rounding,
+)
 from fixedstate.ports import Array, numpy_dtype
 from fixedstate.runtime.against import measure_head
 from fixedstate.runtime.compare import (
@@ -54,6 +61,7 @@ class _Found:
         max_rel: The same as a share of the port's deviation.
         rms_rel: Root mean square of the difference, as such a share.
         peak_rel: Largest difference as a share of the port's largest value.
+        allowed: Share that was allowed.
         passed: Whether that is allowed.
         problem: What is wrong beside the size of the difference.
     """
@@ -64,6 +72,7 @@ class _Found:
     max_rel: float
     rms_rel: float
     peak_rel: float
+    allowed: float
     passed: bool
     problem: str = ""
 
@@ -99,8 +108,14 @@ def check_precision(
     of few large values among many small ones has a deviation far below the large. Tokens of a
     reduced head may be others if float32 scores them as high within twice the tolerance.
 
+    Where activations are quantised, a value near the middle of two steps goes to the other one for
+    the smallest change, in half as in another order of summation. So graphs are compared twice:
+    without those roundings on either side, which the tolerance is for, and as they are, where a
+    port may differ by twice as much more as the roundings change it in the float32 graph: once for
+    each side.
+
     Args:
-        bundle: The float32 bundle.
+        bundle: The float32 bundle, its weights quantised or not.
         converted: What :func:`fixedstate.export.precisionfiles.convert_bundle` made of it, of any
             of its roles.
         seed: Of masks and random tokens.
@@ -111,7 +126,9 @@ def check_precision(
         ``kind`` (how it was run), ``reference``, ``passed``, ``graphs``, ``tokens``, ``blocks``,
         ``comparisons``, ``worst`` (place, port and sizes), ``largest`` (each size at its worst over
         all logits and states), ``beyond_deviation`` (of these, arrays whose largest difference is
-        more than the tolerance's share of the deviation) and ``tolerance``.
+        more than the tolerance's share of the deviation) and ``tolerance``. Where activations are
+        quantised these are of graphs without; ``activations`` holds ``passed``, ``worst`` and
+        ``largest`` of the graphs as they are, and ``rounding``, the most that was allowed for it.
         :func:`require_precision` raises where it failed.
 
     Raises:
@@ -123,34 +140,73 @@ def check_precision(
     roles = list(converted.graphs)
     found: list[_Found] = []
     reduced: list[_Found] = []
+    rounded: list[_Found] = []
     ids = _tokens(bundle)
     way = _Way.of(bundle.spec, ids, seed)
-    with _runnable(converted) as runnable:
+    with contextlib.ExitStack() as stack:
+        runnable = stack.enter_context(_runnable(converted))
+        if _any_graph(bundle, has_four_bit_floats):
+            bundle = stack.enter_context(_variant(bundle, multiply_out))
+        right, given, quantized = bundle, runnable, _any_graph(runnable, rounds_activations)
+        if quantized:
+            right = stack.enter_context(_variant(bundle, skip_activation_rounding))
+            given = stack.enter_context(_variant(runnable, skip_activation_rounding))
         for group in _groups(roles):
             say(f"comparing {', '.join(group)} at {name} with float32")
             if split_role(group[0])[1] != "logits":
-                reduced += _head_differences(bundle, runnable, group[0], seed, threads, tolerance)
-            else:
-                found += _differences(bundle, runnable, group, way, threads, tolerance)
-    every = [*found, *reduced]
-    worst = max(every, key=lambda one: (not one.passed, bool(one.problem), one.max_rel))
-    sized = [one for one in found if not one.problem]
-    sizes = ("max_rel", "rms_rel", "peak_rel")
-    return {
-        "kind": f"{name} graphs in ONNX Runtime on the CPU, in float32 rounded by pairs of casts",
+                reduced += _head_differences(right, given, group[0], seed, threads, tolerance)
+                continue
+            found += _differences(right, given, group, way, threads, tolerance)
+            if quantized:
+                say(f"comparing {', '.join(group)} at {name} with its activations quantised")
+                effect = _differences(right, bundle, group, way, threads, tolerance)
+                more = _allowances(effect)
+                rounded += _differences(bundle, runnable, group, way, threads, tolerance, more)
+    report = {
+        "kind": f"{name} graphs in ONNX Runtime on the CPU, in float32 rounded by pairs of casts"
+        + (", activations not quantised" if quantized else ""),
         "reference": "the bundle's float32 graphs in ONNX Runtime on the CPU",
-        "passed": all(one.passed for one in every),
+        "passed": all(one.passed for one in (*found, *reduced, *rounded)),
         "graphs": roles,
         "tokens": "random" if ids is None else "text",
         "blocks": CHECKED_BLOCKS,
-        "comparisons": len(every),
-        "worst": worst.to_dict(),
-        "largest": {
-            name: max((getattr(one, name) for one in sized), default=0.0) for name in sizes
-        },
-        "beyond_deviation": sum(not tolerance.allows(one.max_abs, one.max_rel) for one in sized),
+        "comparisons": len(found) + len(reduced),
+        "worst": _worst([*found, *reduced]).to_dict(),
+        "largest": _largest(found),
+        "beyond_deviation": sum(
+            not tolerance.allows(one.max_abs, one.max_rel) for one in found if not one.problem
+        ),
         "tolerance": tolerance.to_dict(),
     }
+    if quantized and rounded:
+        report["activations"] = {
+            "passed": all(one.passed for one in rounded),
+            "comparisons": len(rounded),
+            "worst": _worst(rounded).to_dict(),
+            "largest": _largest(rounded),
+            "rounding": max(one.allowed for one in rounded) - tolerance.relative,
+        }
+    return report
+
+
+def _allowances(effect: Iterable[_Found]) -> dict[str, float]:
+    """By port, what graphs may differ by that round activations apart: the effect on each side."""
+    found: dict[str, float] = {}
+    for one in effect:
+        port = one.port.partition(",")[0]  # whatever the row
+        found[port] = max(found.get(port, 0.0), 2 * one.rms_rel, 2 * one.peak_rel)
+    return found
+
+
+def _worst(found: Iterable[_Found]) -> _Found:
+    return max(found, key=lambda one: (not one.passed, bool(one.problem), one.max_rel))
+
+
+def _largest(found: Iterable[_Found]) -> dict[str, float]:
+    """Each size at its worst."""
+    sized = [one for one in found if not one.problem]
+    sizes = ("max_rel", "rms_rel", "peak_rel")
+    return {name: max((getattr(one, name) for one in sized), default=0.0) for name in sizes}
 
 
 def require_precision(report: Mapping[str, Any], fp32_layers: Collection[int] = ()) -> None:
@@ -166,6 +222,8 @@ def require_precision(report: Mapping[str, Any], fp32_layers: Collection[int] = 
     if report["passed"]:
         return
     worst, limit = report["worst"], report["tolerance"]
+    if worst["passed"]:
+        worst = report["activations"]["worst"]
     what = worst["problem"] or (
         f"differs by {worst['max_abs']:.3g}, {worst['max_rel']:.3g} of its deviation "
         f"({worst['rms_rel']:.3g} root mean square), {worst['peak_rel']:.3g} of its largest value"
@@ -174,18 +232,18 @@ def require_precision(report: Mapping[str, Any], fp32_layers: Collection[int] = 
     other = "bf16 or fp32" if limit["precision"] == "fp16" else "fp32"
     raise ParityError(
         f"{limit['precision']} graphs differ from float32: {worst['place']}, {worst['port']}: "
-        f"{what} (allowed: {limit['relative']}): build at --precision {other}, or keep {also} in "
-        "float32 with --fp32-layers"
+        f"{what} (allowed: {worst['allowed']:.3g}): build at --precision {other}, or keep {also} "
+        "in float32 with --fp32-layers"
     )
 
 
 def _difference(place: str, port: str, right: Array, given: Array, tolerance: Tolerance) -> _Found:
     """How one port differs."""
     found, spread = spread_difference(port, right, given, tolerance)
-    return _found(place, found, spread)
+    return _found(place, found, spread, tolerance)
 
 
-def _found(place: str, port: PortDifference, spread: Spread) -> _Found:
+def _found(place: str, port: PortDifference, spread: Spread, tolerance: Tolerance) -> _Found:
     return _Found(
         place,
         port.name,
@@ -193,6 +251,7 @@ def _found(place: str, port: PortDifference, spread: Spread) -> _Found:
         port.max_rel,
         spread.rms_rel,
         spread.peak_rel,
+        tolerance.relative,
         port.passed,
         port.problem,
     )
@@ -205,14 +264,32 @@ def _runnable(converted: Bundle) -> Iterator[Bundle]:
     made: dict[str, Graph] = {}
     try:
         for role, graph in converted.graphs.items():
-            model = emulate_half(ir.load(converted.path / graph.file))
+            model = emulate_half(multiply_out(ir.load(converted.path / graph.file)))
             inputs, outputs = graph_ports(converted.spec, state, role, graph.top_k)
             made[role] = replace(graph, file=role + _ROUNDED, inputs=inputs, outputs=outputs)
-            write_atomic(converted.path / made[role].file, serialised(model))
+            data = ir.to_proto(model).SerializeToString()
+            write_atomic(converted.path / made[role].file, data)
         yield replace(converted, precision=Precision(), state=state, graphs=made)
     finally:
         for graph in made.values():
             (converted.path / graph.file).unlink(missing_ok=True)
+
+
+def _any_graph(bundle: Bundle, holds: Callable[[ir.Model], bool]) -> bool:
+    """Whether something holds for a graph of a bundle."""
+    return any(holds(ir.load(bundle.path / graph.file)) for graph in bundle.graphs.values())
+
+
+@contextlib.contextmanager
+def _variant(bundle: Bundle, change: Callable[[ir.Model], ir.Model]) -> Iterator[Bundle]:
+    """The bundle with its graphs changed, over the same weights."""
+    with TemporaryDirectory(prefix="fixedstate.") as name:
+        folder = Path(name)
+        (folder / WEIGHTS).symlink_to((bundle.path / WEIGHTS).resolve())
+        for graph in bundle.graphs.values():
+            model = change(ir.load(bundle.path / graph.file))
+            (folder / graph.file).write_bytes(ir.to_proto(model).SerializeToString())
+        yield replace(bundle, path=folder)
 
 
 def _groups(roles: Sequence[str]) -> Iterator[tuple[str, ...]]:
@@ -304,14 +381,20 @@ def _differences(
     way: _Way,
     threads: int | None,
     tolerance: Tolerance,
+    more: Mapping[str, float] | None = None,
 ) -> Iterator[_Found]:
-    """How the graphs of some roles differ, the float32 side before the other one."""
+    """How the graphs of some roles differ, the float32 side before the other one.
+
+    `more` is what a port may differ by beside the tolerance, by its name.
+    """
 
     def judged(right: _Seen, given: _Seen) -> Iterator[_Found]:
         expected = list(right)  # all of it, so that its graph is closed before the next is loaded
         for (place, wanted), (_, got) in zip(expected, given, strict=True):
             for port in {**wanted, **got}:
-                yield _difference(place, port, wanted[port], got[port], tolerance)
+                extra = (more or {}).get(port.partition(",")[0], 0.0)
+                limit = replace(tolerance, relative=tolerance.relative + extra)
+                yield _difference(place, port, wanted[port], got[port], limit)
 
     for role, walk in (("full", _whole), ("commit_denoise", _fused)):
         if role in roles:
@@ -454,4 +537,4 @@ def _head_differences(
     for row in range(_CHECKED_ROWS):
         one = {name: array[row] for name, array in given.items()}
         for port in measure_head(spec, scores[row], one, tolerance):
-            yield _found(f"{role}, one pass, row {row}", port, Spread(port.max_rel))
+            yield _found(f"{role}, one pass, row {row}", port, Spread(port.max_rel), tolerance)

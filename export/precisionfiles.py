@@ -57,8 +57,8 @@ def convert_bundle(
     chosen = half_precision(precision)
     if bundle.precision != Precision():
         raise UsageError(
-            f"{bundle.path} is {bundle.precision.name}, and only a float32 bundle can be converted "
-            f"to {precision}: export it at --precision fp32"
+            f"{bundle.path} is {bundle.precision}, and only a float32 bundle can be converted to "
+            f"{precision}: export it at --precision fp32"
         )
     names = list(roles) or [role for role in bundle.graphs if "@" not in role]
     graphs = {name: bundle.graph(name) for name in names}

@@ -10,8 +10,11 @@ What is half and what is not follows from the operators alone; nothing depends o
   these rules do not know.
 
 Values meet by casts; where one side is float32, the result is. A weight that a float32 operator
-reads stays float32. These are the islands of ``export --precision fp16``, except that gates of an
-MLP and sums that a float32 operator reads stay float32 here.
+reads stays float32. Of a quantised weight the scales become half, and so does what its
+DequantizeLinear gives; scales that have a scale of their own stay as they are, since that one is
+too small for float16. An activation is quantised in float32 by its own scale, and dequantised to
+half. These are the islands of ``export --precision fp16``, except that gates of an MLP and sums
+that a float32 operator reads stay float32 here.
 """
 
 from __future__ import annotations
@@ -111,6 +114,8 @@ class HalfPlan:
         }
         self._outputs = set(model.graph.outputs)
         self._roots: dict[ir.Value, str] = {}
+        self._steps: set[str] = set()  # weights that are the scales of quantised ones
+        self._exact: set[str] = set()  # of these, the ones that are never half
         self._layers: dict[ir.Value, int] = {}
         for name, value in model.graph.initializers.items():
             if is_weight(name) and value.dtype == ir.DataType.FLOAT:
@@ -133,11 +138,19 @@ class HalfPlan:
     # --- what is known of values before any dtype is -------------------------------------------
 
     def _follow(self, node: ir.Node) -> None:
-        """Which layer a value belongs to, and which are a weight with its elements moved."""
+        """Which layer a value belongs to, and which are a weight with its elements moved.
+
+        A quantised weight goes by the name of its scales, whose dtype it has once dequantised.
+        """
         layer = max((self._layers.get(v, -1) for v in node.inputs if v is not None), default=-1)
         for value in node.outputs:
             self._layers[value] = layer
-        moved = moved_by(node)
+        scale = scale_of(node)
+        moved = moved_by(node) if scale is None else [scale]
+        if scale is not None and scale in self._roots:
+            self._steps.add(self._roots[scale])
+            if not scale.is_initializer():
+                self._exact.add(self._roots[scale])
         if len(moved) == 1 and moved[0] in self._roots and node.op_type != "Gather":
             for value in node.outputs:
                 self._roots[value] = self._roots[moved[0]]
@@ -265,7 +278,7 @@ class HalfPlan:
         layer = self._layers[weight]
         if root in self.wide or layer in self.fp32_layers or node.outputs[0] in self._carried:
             return False
-        return weight.shape is not None and len(weight.shape) >= 2
+        return root in self._steps or (weight.shape is not None and len(weight.shape) >= 2)
 
     def _is_share(self, value: ir.Value) -> bool:
         """Whether a value is what a softmax gave, moved or not."""
@@ -331,10 +344,12 @@ class HalfPlan:
     def _pull_casts_up(self) -> None:
         """Movement that only halves read moves halves: one cast before it, not one behind each."""
         for node in reversed(list(self.model.graph)):
-            moved = moved_by(node)
+            scale = scale_of(node)
+            moved = moved_by(node) if scale is None else [scale]
             if node in self.computing or len(moved) != 1 or moved[0] in self._roots:
                 continue
-            if is_constant(moved[0]) or moved[0].dtype != ir.DataType.FLOAT:
+            given = moved[0]
+            if scale is None and (is_constant(given) or given.dtype != ir.DataType.FLOAT):
                 continue
             if all(self._only_half_reads(value) for value in node.outputs):
                 self.computing.add(node)
@@ -357,7 +372,7 @@ class HalfPlan:
         if node.op_type in MOVING:
             places = MOVING[node.op_type]
             return places is None or place in places
-        return True
+        return scale_of(node) is None or place == 1
 
     # --- weights ---------------------------------------------------------------------------------
 
@@ -380,7 +395,7 @@ class HalfPlan:
     def half_weights(self) -> set[ir.Value]:
         """Every value that is a weight, moved or not, that becomes half."""
         asked = self.weights()
-        names = asked.half - asked.wide - self.wide
+        names = asked.half - asked.wide - self.wide - self._exact
         return {value for value, root in self._roots.items() if root in names}
 
 
@@ -391,6 +406,13 @@ def moved_by(node: ir.Node) -> list[ir.Value]:
     places = MOVING[node.op_type]
     inputs = [v for i, v in enumerate(node.inputs) if places is None or i in places]
     return [value for value in inputs if value is not None]
+
+
+def scale_of(node: ir.Node) -> ir.Value | None:
+    """What a DequantizeLinear multiplies with, whose dtype its output has; None for the others."""
+    if node.domain != "" or node.op_type != "DequantizeLinear":
+        return None
+    return node.inputs[1]
 
 
 def is_constant(value: ir.Value | None) -> bool:

@@ -11,9 +11,15 @@ from collections.abc import Sequence
 
 import numpy as np
 import onnx_ir as ir
+from onnx_ir.passes import common
 
-from fixedstate.export.passes import is_weight, name_values
-from fixedstate.export.precisionplan import MOVING, NUMPY_HALVES
+from fixedstate.calib.apply import MULTIPLIED, has_four_bit_floats
+from fixedstate.calib.trial import LARGEST
+from fixedstate.errors import BackendError
+from fixedstate.export.passes import IR_VERSION, is_weight, name_values
+from fixedstate.export.precisionplan import MOVING, NUMPY_HALVES, scale_of
+from fixedstate.plugins.schema import OPSET
+from fixedstate.ports import Array
 
 
 def emulate_half(model: ir.Model) -> ir.Model:
@@ -49,6 +55,74 @@ def emulate_half(model: ir.Model) -> ir.Model:
                 node.attributes["to"] = ir.AttrInt64("to", int(ir.DataType.FLOAT))
     name_values(model)
     return model
+
+
+def rounds_activations(model: ir.Model) -> bool:
+    """Whether a graph quantises activations: its results then jump with their smallest change."""
+    return any(node.op_type == "QuantizeLinear" for node in model.graph)
+
+
+def skip_activation_rounding(model: ir.Model) -> ir.Model:
+    """The graph with every quantised activation as it was before, in place; weights stay."""
+    for node in list(model.graph):
+        given = node.inputs[0] if scale_of(node) is not None else None
+        down = None if given is None else given.producer()
+        if down is not None and down.op_type == "QuantizeLinear":
+            assert down.inputs[0] is not None
+            ir.convenience.replace_all_uses_with(node.outputs[0], down.inputs[0])
+    common.RemoveUnusedNodesPass()(model)
+    return model
+
+
+def multiply_out(model: ir.Model) -> ir.Model:
+    """The graph with weights in four-bit floats as the float32 numbers they stand for, in place.
+
+    ONNX Runtime's CPU provider reads none of these. The graph then holds the numbers itself.
+
+    Raises:
+        BackendError: where they are more than a graph holds.
+    """
+    if not has_four_bit_floats(model):
+        return model
+    size = 0
+    for node in list(model.graph):
+        weight, scales = node.inputs[0] if node.inputs else None, scale_of(node)
+        if scales is None or weight is None or weight.dtype != ir.DataType.FLOAT4E2M1:
+            continue
+        array = _numbers(weight) * np.repeat(
+            _numbers(scales), node.attributes["block_size"].as_int(), 0
+        )
+        size += array.nbytes
+        if size > LARGEST:
+            raise BackendError(
+                f"weights in four-bit floats take more than {LARGEST:,} bytes in float32, and "
+                "nothing here computes with them as they are: build at --precision fp32, where "
+                "nothing is converted"
+            )
+        name = f"{weight.name}{MULTIPLIED}"
+        held = ir.tensor(array, name=name)
+        value = ir.Value(name=name, type=ir.TensorType(held.dtype), const_value=held)
+        value.shape = ir.Shape(array.shape)
+        model.graph.register_initializer(value)
+        ir.convenience.replace_all_uses_with(node.outputs[0], value)
+    common.RemoveUnusedNodesPass()(model)
+    model.ir_version = IR_VERSION
+    for imports in (model.opset_imports, *(f.opset_imports for f in model.functions.values())):
+        imports[""] = OPSET
+    return model
+
+
+def _numbers(value: ir.Value) -> Array:
+    """A constant in float32, or what comes out of its DequantizeLinear."""
+    maker = value.producer()
+    if maker is not None:
+        (one, two) = maker.inputs[:2]
+        assert one is not None
+        assert two is not None
+        return _numbers(one) * _numbers(two)
+    assert value.const_value is not None
+    found: Array = value.const_value.numpy().astype(np.float32)
+    return found
 
 
 def _round(graph: ir.Graph, value: ir.Value, at: ir.Node) -> None:

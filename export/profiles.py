@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil, prod
 from typing import TYPE_CHECKING, Any
 
@@ -109,6 +109,9 @@ class Range:
 ONE = Range(1, 1, 1)
 TWO = Range(2, 2, 2)
 
+CAPACITY = Range(256, 1024, 4096)
+"""Tokens of a row where nothing else is asked for."""
+
 
 @dataclass(frozen=True, slots=True)
 class BuildRequest:
@@ -120,7 +123,8 @@ class BuildRequest:
         batch: Rows of a pass.
         blocks: Whole blocks that one commit pass takes.
         capacity: Columns of key and value buffers, tokens per row; of a model of objective
-            ``full``, the length of its sequences. Not used where neither is there.
+            ``full``, the length of its sequences, which then begins at one block unless it is
+            given. Not used where neither is there.
         capabilities: Compute capabilities of the cards it is for, such as ``("8.9", "12.0")``.
         plugins: ``auto`` (where they are the better choice), ``none``, or ``required``.
         roles: Graphs to build; empty for those that decoding opens by default.
@@ -136,7 +140,7 @@ class BuildRequest:
     precision: str = "fp16"
     batch: Range = ONE
     blocks: Range = Range(1, 1, 16)
-    capacity: Range = Range(256, 1024, 4096)
+    capacity: Range = CAPACITY
     capabilities: tuple[str, ...] = ("8.6", "8.9", "12.0")
     plugins: str = "auto"
     roles: tuple[str, ...] = ()
@@ -380,6 +384,8 @@ def plan(
         BackendError: for what the product or the cards cannot do, all reasons in one text.
     """
     spec = bundle.spec
+    if spec.objective == "full" and request.capacity is CAPACITY:  # nobody asked for it
+        request = replace(request, capacity=replace(CAPACITY, least=spec.block_len))
     chosen = {role: bundle.graph(role, request.target) for role in _roles(bundle, request)}
     precision = _precision(bundle, request)
     state = StateSpec.of(spec, precision)
@@ -440,8 +446,12 @@ def _precision(bundle: Bundle, request: BuildRequest) -> Precision:
             f"{has.name}, or export it as fp32, which can be built as "
             f"{', '.join(PRECISIONS)}"
         )
-    kv = request.io if has.kv == "float32" else has.kv
-    return Precision(io=request.io, state=has.state, kv=kv)
+    if has != Precision():
+        raise BackendError(
+            f"{bundle.path} is {has} and cannot be built as {request.precision}: what is carried "
+            "is read as float32 there; build it as fp32"
+        )
+    return Precision(io=request.io, kv=request.io)
 
 
 def _read(bundle: Bundle, request: BuildRequest, roles: Iterable[str]) -> dict[str, GraphFacts]:
@@ -550,6 +560,12 @@ def _check_sizes(
         raise UsageError(
             f"--capacity {request.capacity}: {what} of at most {columns} tokens hold no block of "
             f"{length}: raise it to {length} or more"
+        )
+    sizes = (request.capacity.least, request.capacity.usual, columns)
+    if state.whole_blocks and any(size % length for size in sizes):
+        raise UsageError(
+            f"--capacity {request.capacity}: keys are stored with scales of whole blocks, and not "
+            f"all of these are multiples of {length}: give such"
         )
     commits = any(split_role(role)[0] in ("commit", "commit_denoise") for role in chosen)
     if state.appended and commits and request.blocks.most * length > columns:
@@ -699,7 +715,12 @@ def _weight_bytes(weight: Weight, request: BuildRequest) -> int:
     island = is_island(weight.name) or weight.layer in request.fp32_layers
     if dtype == "float32" and not island:
         dtype = request.io
-    bits = _NARROW.get(dtype) or 8 * DTYPES.get(dtype, 8)
+    return stored_bytes(replace(weight, dtype=dtype))
+
+
+def stored_bytes(weight: Weight) -> int:
+    """Bytes of a weight as it stands in the file: two numbers of four bits share one."""
+    bits = _NARROW.get(weight.dtype) or 8 * DTYPES.get(weight.dtype, 8)
     return ceil(prod(weight.shape) * bits / 8)
 
 
@@ -709,6 +730,11 @@ def _notes(
     full = spec.objective == "full"
     if not state.appended and not full:
         yield "capacity is not used: no layer keeps keys of every token"
+    if full and request.capacity.least > spec.block_len:
+        yield (
+            f"sequences of fewer than {request.capacity.least} tokens will be refused: give "
+            "--capacity a smaller least for short prompts and answers"
+        )
     bases = {split_role(role)[0] for role in roles}
     if not full and "commit_denoise" not in bases and bases != {"denoise", "commit"}:
         lacking = "commit" if "commit" not in bases else "denoise"

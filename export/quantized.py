@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryFile
+from tempfile import TemporaryDirectory, TemporaryFile
 from typing import IO, Any
 
 import onnx_ir as ir
@@ -26,11 +27,21 @@ from fixedstate.bundle import (
     staged_folder,
     write_atomic,
 )
-from fixedstate.calib.apply import SCALE, VALUES, quantize_graph, stored
+from fixedstate.calib.apply import (
+    MIN_ONNXRUNTIME,
+    MULTIPLIED,
+    VALUES,
+    has_four_bit_floats,
+    part_of,
+    parts_of,
+    quantize_graph,
+    stored,
+)
 from fixedstate.calib.collect import check_collectable
 from fixedstate.calib.data import Data, Record
 from fixedstate.calib.drift import Drift
 from fixedstate.calib.formats import check_targets
+from fixedstate.calib.lint import check_emission
 from fixedstate.calib.measure import Comparison, compare
 from fixedstate.calib.plan import Plan
 from fixedstate.calib.report import Gates, Report
@@ -38,7 +49,9 @@ from fixedstate.calib.sites import Site, find_sites, load_graphs
 from fixedstate.calib.table import Policy, Table
 from fixedstate.calib.trial import weight_of
 from fixedstate.errors import CalibrationError
+from fixedstate.export.kvformat import store_kv
 from fixedstate.export.passes import is_weight, lint, name_values, serialised, valueless
+from fixedstate.export.stateformat import fuses, store_state
 from fixedstate.export.weightfile import (
     Place,
     byte_count,
@@ -48,6 +61,7 @@ from fixedstate.export.weightfile import (
     write_pieces,
 )
 from fixedstate.runtime.decoder import open_engine
+from fixedstate.state import Precision, StateSpec, graph_ports, split_role
 
 SCHEMA = 1
 """Number of the format, under ``quantization`` in ``quantization.json``."""
@@ -108,7 +122,10 @@ def quantize_bundle(
         sites = find_sites(graphs)
         made = write_graphs(bundle, plan, graphs, sites, folder, progress=say)
         say("comparing it with the bundle it is made of")
-        found = compare_bundles(bundle, made, chosen, table.policy, batch=batch, progress=progress)
+        with _runnable(bundle, plan, sites, made, folder) as judged:
+            found = compare_bundles(
+                bundle, judged, chosen, table.policy, batch=batch, progress=progress
+            )
         report = Report.of(plan, table, sites, found, data.sha256, drifts=drifts)
         broken = report.breaches(gates)
         if broken and not keep_failed:
@@ -129,6 +146,7 @@ def compare_bundles(
     policy: Policy,
     *,
     batch: int = 4,
+    state_at: Sequence[int] = (1, 10, 100, 1000),
     progress: Callable[[str], None] | None = None,
 ) -> Comparison:
     """How far a bundle is from another along the same sequences, on ONNX Runtime's CPU.
@@ -139,6 +157,8 @@ def compare_bundles(
         records: Sequences of whole blocks.
         policy: Which passes.
         batch: Sequences that run together.
+        state_at: Committed blocks at which the states are compared, those beyond the sequences
+            left out.
         progress: Told how far it is.
     """
     blocks = max(len(record.ids) for record in records) // bundle.spec.block_len
@@ -149,9 +169,36 @@ def compare_bundles(
         records,
         policy,
         batch=batch,
-        state_at=tuple(block for block in (1, 10, 100, 1000) if block <= blocks) or (blocks,),
+        state_at=[block for block in state_at if block <= blocks],
         progress=progress,
     )
+
+
+def drift_of(
+    bundle: Bundle,
+    made: Bundle,
+    records: tuple[Record, ...],
+    *,
+    at: Sequence[int],
+    masks: tuple[float, ...] = (0.5,),
+    progress: Callable[[str], None] | None = None,
+) -> Drift:
+    """How far a quantised bundle goes away along sequences of many blocks.
+
+    Args:
+        bundle: What it was made of.
+        made: The quantised bundle.
+        records: Long sequences of whole blocks.
+        at: Committed blocks at which the states are compared.
+        masks: Shares of masks at which scores are compared in every block.
+        progress: Told how far it is.
+    """
+    blocks = max(len(record.ids) for record in records) // bundle.spec.block_len
+    found = compare_bundles(
+        bundle, made, records, Policy(masks=masks, blocks=blocks), state_at=at, progress=progress
+    )
+    sizes = made.state.state_bytes(), bundle.state.state_bytes()
+    return Drift(str(made.path.name), found, *sizes)
 
 
 def write_graphs(
@@ -162,6 +209,7 @@ def write_graphs(
     folder: Path,
     *,
     progress: Callable[[str], None] | None = None,
+    simulate: bool = False,
 ) -> Bundle:
     """Write quantised graphs and weights; the manifest is :func:`quantize_bundle`'s.
 
@@ -174,21 +222,32 @@ def write_graphs(
         sites: Its sites by weight.
         folder: An empty folder.
         progress: Told what is being done.
+        simulate: Write weights that ONNX Runtime's CPU provider does not read as the float32
+            numbers that they stand for.
 
     Raises:
-        CalibrationError: ``GRAPH`` where a graph has a form that is not known.
+        CalibrationError: ``GRAPH`` where a graph has a form that is not known, ``EMISSION`` where
+            one came out in a form that a target does not take.
         ExportError: where a graph would break a rule of the portable file.
     """
     say = progress or (lambda _: None)
     formats = plan.chosen()
+    precision = Precision(state=plan.state, kv=plan.kv)
+    state = StateSpec.of(bundle.spec, precision)
+    if not fuses(bundle.spec, state):  # decoded in two graphs
+        graphs = {r: m for r, m in graphs.items() if split_role(r)[0] != "commit_denoise"}
     stored_at: dict[str, Place] = {}
     for model in graphs.values():
         stored_at |= places_in(model)
     with TemporaryFile(dir=folder) as spool:
         say("quantising the weights")
-        quantised = _spooled(plan, graphs, sites, spool)
-        for model in graphs.values():
-            quantize_graph(model, sites, formats, plan.scales, valueless)
+        quantised = _spooled(plan, graphs, sites, spool, simulate)
+        for role, model in graphs.items():
+            quantize_graph(model, sites, formats, plan.scales, valueless, simulate=simulate)
+            if plan.state != "float32":
+                store_state(model, bundle.spec, bundle.state, state, role)
+            if plan.kv != "float32":
+                store_kv(model, bundle.spec, bundle.state, state, role)
             name_values(model)
         places, digest = _write_weights(
             graphs, stored_at, quantised, bundle.path / WEIGHTS, spool, folder, say
@@ -196,27 +255,60 @@ def write_graphs(
     made: dict[str, Graph] = {}
     for role, model in graphs.items():
         old = bundle.graphs[role]
-        lint(model, old.inputs, old.outputs)
+        inputs, outputs = graph_ports(bundle.spec, state, role, old.top_k)
+        lint(model, inputs, outputs)
         point_at_weights(model, places, folder)
+        check_emission(model, () if simulate else plan.targets)
         write_atomic(folder / old.file, serialised(model))
-        made[role] = replace(old, sha256=sha256_of(folder / old.file))
-    return replace(bundle, path=folder, graphs=made, weights=digest)
+        made[role] = replace(
+            old,
+            sha256=sha256_of(folder / old.file),
+            inputs=inputs,
+            outputs=outputs,
+            min_onnxruntime=MIN_ONNXRUNTIME if has_four_bit_floats(model) else old.min_onnxruntime,
+        )
+    return replace(
+        bundle, path=folder, precision=precision, state=state, graphs=made, weights=digest
+    )
 
 
-_Stored = tuple[bytes, tuple[int, int]]  # scales, and where the values stand: first byte, bytes
+@contextmanager
+def _runnable(
+    bundle: Bundle, plan: Plan, sites: Mapping[str, Site], made: Bundle, folder: Path
+) -> Iterator[Bundle]:
+    """The quantised bundle as ONNX Runtime's CPU provider runs it.
+
+    Where it lacks a format, these are graphs of their own with the same numbers in float32.
+    """
+    if all(one.is_on_cpu for one in plan.chosen().values()):
+        yield made
+        return
+    with TemporaryDirectory(dir=folder) as name:
+        yield write_graphs(bundle, plan, load_graphs(bundle), sites, Path(name), simulate=True)
+
+
+_Stored = tuple[dict[str, bytes], tuple[int, int]]
+"""Scales by what their names end with, and where the values stand: first byte, bytes."""
 
 
 def _spooled(
-    plan: Plan, graphs: Mapping[str, ir.Model], sites: Mapping[str, Site], spool: IO[bytes]
+    plan: Plan,
+    graphs: Mapping[str, ir.Model],
+    sites: Mapping[str, Site],
+    spool: IO[bytes],
+    simulate: bool,
 ) -> dict[str, _Stored]:
     """Quantise every weight once; its scales stay in memory, its values go to a file."""
     found = {}
     for name, chosen in sorted(plan.chosen().items()):
         one = stored(weight_of(graphs, name), sites[name], chosen, plan.search)
-        content = ir.tensor(one.values).tobytes()
+        parts = {part: ir.tensor(array).tobytes() for part, array in parts_of(one).items()}
+        content = parts.pop(VALUES)
+        if simulate and not chosen.is_on_cpu:
+            content = one.dequantized().tobytes()
         start = spool.tell()
         spool.write(content)
-        found[name] = (ir.tensor(one.scales).tobytes(), (start, len(content)))
+        found[name] = (parts, (start, len(content)))
     return found
 
 
@@ -258,10 +350,11 @@ def _pieces(
     spool: IO[bytes],
 ) -> Iterator[bytes]:
     for name in names:
-        if name.endswith(SCALE) and name.removesuffix(SCALE) in quantised:
-            yield quantised[name.removesuffix(SCALE)][0]
-        elif name.endswith(VALUES) and name.removesuffix(VALUES) in quantised:
-            yield from _copied(spool, *quantised[name.removesuffix(VALUES)][1])
+        weight, part = part_of(name)
+        if part in (VALUES, MULTIPLIED) and weight in quantised:
+            yield from _copied(spool, *quantised[weight][1])
+        elif part and weight in quantised:
+            yield quantised[weight][0][part]
         else:
             place = stored_at[name]
             assert place.length == byte_count(*wanted[name])

@@ -47,8 +47,8 @@ _LEAST: dict[str, tuple[str, str]] = {
 """Dtype: the oldest capability that has it, in TensorRT-RTX and in TensorRT (support matrices)."""
 
 FLAGS: dict[str, str] = {
-    "REFIT": "weights can be replaced in the engine",
-    "STRIP_PLAN": "the engine holds no weights; refit it where it runs, which needs a card",
+    "REFIT": "weights can be replaced by TensorRT's own refitter; here plans run as built",
+    "STRIP_PLAN": "plans hold no weights, which lie beside them once and are put in at loading",
     "STRICT_NANS": "0 * x is computed even where the builder could leave it out",
     "WEIGHT_STREAMING": "weights that do not fit are read from the host",
 }
@@ -112,9 +112,10 @@ def capability_refusals(
         for dtype in sorted(set(dtypes) & set(_LEAST)):
             least = _LEAST[dtype][TARGETS.index(target)]
             if version_key(given) < version_key(least):
+                other = "precision" if dtype == "bfloat16" else "format for the weights"
                 reasons.append(
                     f"compute capability {given} has no {dtype} in {target} ({least} and newer "
-                    "have): choose another precision or another card"
+                    f"have): choose another {other} or another card"
                 )
         if target == RTX and float32_products and version_key(given) < (8, 0):
             # its support matrix; and such engines, where one comes out, give zeros

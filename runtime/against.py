@@ -4,6 +4,9 @@ Law 5 of :mod:`fixedstate.runtime.laws` for any two back ends: the decode loop i
 It sees what the reference gives, so both sides get the same canvases and the same commits, pass by
 pass, and every difference is the candidate's own. Then each side decodes the same prompts alone.
 
+Models of objective ``full`` carry nothing: their passes are compared on sequences as short, usual
+and long as an engine was built for.
+
 An absolute and a relative error are judged, by the table of :mod:`fixedstate.runtime.compare`. The
 cosine is reported and decides nothing: it cannot see a scale.
 """
@@ -25,17 +28,22 @@ from fixedstate.runtime.compare import (
     TOLERANCES,
     PortDifference,
     Tolerance,
+    coarsest,
+    decoded,
     spread_difference,
 )
 from fixedstate.runtime.engine import HeadEngine, ReadableEngine
 from fixedstate.runtime.enginefile import EngineFolder
+from fixedstate.runtime.full import FullEngine
 from fixedstate.runtime.identity import listed, other_model, short
 from fixedstate.runtime.loop import Stream
-from fixedstate.runtime.replay import decoded
 from fixedstate.runtime.requests import Request, Settings, check_decodable
 from fixedstate.runtime.snapshot import stateful
 from fixedstate.spec import ModelSpec
 from fixedstate.state import HEADS, StateSpec, split_role
+
+Comparable = ReadableEngine | FullEngine
+"""What is compared: passes over a state that can be looked at, or over whole sequences."""
 
 MARGIN = 0.1
 """Gap between a slot's two best scores above which both sides should choose the same token."""
@@ -53,6 +61,11 @@ PREFILL_BLOCKS = 2
 # passes of other numbers rows finish their blocks now together and now apart.
 _SIZES = ((3, 2, 4), (0, 3, 3), (1, 2, 2), (2, 2, 4))
 _QUICK = ((3, 1, 2), (0, 2, 2))
+# The same of a model that sees the whole sequence: which of three lengths (the shortest, the usual
+# one, the longest, which may be thousands of tokens), blocks of its answer, passes of a block.
+_WHOLE = ((1, 3, 2), (1, 2, 4), (0, 2, 3), (2, 1, 1))
+_WHOLE_QUICK = ((1, 1, 2), (0, 1, 2), (2, 1, 1))
+_WHOLE_BLOCKS = (2, 4, 6)  # those lengths where a graph takes any
 
 
 # --- what is said --------------------------------------------------------------------------------
@@ -145,6 +158,7 @@ class Comparison:
         choices: Likeliest tokens along the reference's trajectory.
         tokens: What each side decoded on its own.
         head: What the candidate's passes gave, one of :data:`fixedstate.state.HEADS`.
+        carries: Whether the model carries a state that commits change.
         first: The first divergence; empty where there is none.
         first_port: Its port; empty likewise.
         first_layer: Its layer; None for none, and for scores.
@@ -160,6 +174,7 @@ class Comparison:
     choices: Choices
     tokens: Tokens
     head: str = "logits"
+    carries: bool = True
     first: str = ""
     first_port: str = ""
     first_layer: int | None = None
@@ -167,7 +182,8 @@ class Comparison:
     @property
     def passed(self) -> bool:
         """Whether something was compared and all of it was within the tolerance."""
-        return bool(self.passes and self.commits) and not self.first
+        compared = self.passes and (self.commits or not self.carries)
+        return bool(compared) and not self.first
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready mapping; numbers that have no meaning may be NaN."""
@@ -359,10 +375,11 @@ class Pair:
 
     head = "logits"
 
-    def __init__(self, reference: ReadableEngine, candidate: ReadableEngine, log: _Log) -> None:
+    def __init__(self, reference: Comparable, candidate: Comparable, log: _Log) -> None:
         self._reference, self._candidate, self._log = reference, candidate, log
         self._steps = [0] * min(reference.slots, candidate.slots)
         self.provider = f"{reference.provider} and {candidate.provider}"
+        self._whole = reference.spec.objective == "full"
 
     @property
     def spec(self) -> ModelSpec:
@@ -381,7 +398,7 @@ class Pair:
         return min(limits, default=None)
 
     @property
-    def _sides(self) -> tuple[ReadableEngine, ReadableEngine]:
+    def _sides(self) -> tuple[Comparable, Comparable]:
         return self._reference, self._candidate
 
     @property
@@ -448,11 +465,14 @@ class Pair:
         for row in range(len(ids)):
             slot = first + row
             self._steps[slot] += 1
-            place = f"slot {slot}, block {self._blocks(slot)}, pass {self._steps[slot]}"
+            place = f"slot {slot}, {self._behind(slot)}, pass {self._steps[slot]}"
             if "logits" in given:
                 other = given["logits"][row]
                 if log.add(place, "logits", right[row], other):
                     log.choose(ids[row], right[row], best_tokens(spec, other))
+                if self._whole and spec.logit_shift:  # of this pass, where others commit them
+                    sides = (side.last_logits[slot] for side in self._sides)
+                    log.add(place, "last_logits", *sides)
                 continue
             if not np.isfinite(right[row]).all():
                 log.add(place, "logits", right[row], right[row])  # which says what is wrong
@@ -463,13 +483,21 @@ class Pair:
             log.choose(ids[row], right[row], own["tokens"])
 
     def _states(self, first: int, rows: int) -> None:
+        self._steps[first : first + rows] = [0] * rows
+        if self._whole:
+            return  # a commit runs no graph, and leaves nothing but tokens
         self._log.commits += 1
         for slot in range(first, first + rows):
-            self._steps[slot] = 0
             place = f"slot {slot}, {self._blocks(slot)} blocks committed"
-            right, given = (_carried(side, slot) for side in self._sides)
+            right, given = (_carried(cast(ReadableEngine, side), slot) for side in self._sides)
             for name in {**right, **given}:
                 self._log.add(place, name, right.get(name), given.get(name))
+
+    def _behind(self, slot: int) -> str:
+        """Where a row's canvas stands, for a message; whole sequences have no grid of blocks."""
+        if self._whole:
+            return f"behind {self._reference.past_length[slot]} tokens"
+        return f"block {self._blocks(slot)}"
 
     def _blocks(self, slot: int) -> int:
         """Blocks that a row has committed."""
@@ -505,7 +533,7 @@ class Pair:
 
 def _carried(engine: ReadableEngine, slot: int) -> dict[str, Array]:
     """All that a row carries, as numbers, and its length."""
-    out = decoded(stateful(engine).state, engine.read(slot))
+    out = decoded(stateful(engine).state, engine.read(slot), engine.spec)
     if engine.spec.logit_shift:
         out["last_logits"] = engine.last_logits[slot].copy()
     out["past_length"] = np.array([engine.past_length[slot]])
@@ -516,13 +544,14 @@ def _carried(engine: ReadableEngine, slot: int) -> dict[str, Array]:
 
 
 def compare_engines(
-    reference: ReadableEngine,
-    candidate: ReadableEngine,
+    reference: Comparable,
+    candidate: Comparable,
     tolerance: Tolerance,
     *,
     quick: bool = False,
     seed: int = 0,
     defaults: DecodeDefaults | None = None,
+    lengths: tuple[int, int, int] | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Comparison:
     """Drive two engines along the same trajectories and compare all that they give and carry.
@@ -533,6 +562,9 @@ def compare_engines(
     them, and every carried tensor of every row after each commit; then each side decodes the same
     requests alone.
 
+    Of a model of objective ``full`` the scores of every pass are compared, on sequences of several
+    lengths, two of one length together; there is nothing else.
+
     Args:
         reference: What is right; it gives all scores.
         candidate: What is judged; slots, limit and head may be other ones.
@@ -540,6 +572,8 @@ def compare_engines(
         quick: Two short requests only.
         seed: Of the prompts.
         defaults: How the model decodes; its threshold is used.
+        lengths: Of a model of objective ``full``, the fewest, usual and most tokens of a sequence;
+            two, four and six blocks where none are given.
         progress: Told what is done.
 
     Returns:
@@ -559,11 +593,17 @@ def compare_engines(
         )
     spec = reference.spec
     check_decodable(spec)
+    whole = spec.objective == "full"
     layers = {port.suffix: port.layer for port in StateSpec.of(spec).committed}
     log = _Log(spec, tolerance, layers)
     pair = Pair(reference, candidate, log)
     how = replace(defaults or DecodeDefaults(), prefill_blocks=PREFILL_BLOCKS)
-    requests = _requests(spec, pair.limit, _QUICK if quick else _SIZES, seed)
+    if whole:
+        sequences = lengths or tuple(blocks * spec.block_len for blocks in _WHOLE_BLOCKS)
+        sizes = _WHOLE_QUICK if quick else _WHOLE
+        requests = _whole_requests(spec, pair.limit, sequences, sizes, seed)
+    else:
+        requests = _requests(spec, pair.limit, _QUICK if quick else _SIZES, seed)
     for log.generation in range(1, GENERATIONS + 1):
         say(f"comparing along trajectories ({log.generation} of {GENERATIONS})")
         _decode(pair, requests, how)
@@ -586,6 +626,7 @@ def compare_engines(
         choices=log.choices,
         tokens=tokens,
         head=candidate.head,
+        carries=not whole,
         first=log.first,
         first_port=log.first_port,
         first_layer=layers.get(log.first_port),
@@ -618,6 +659,36 @@ def _requests(
         count = max(1, new * length - rest)  # up to the end of a block
         steps = min(passes, length)
         settings = Settings(count, steps=steps, temperature=0, seed=index, stop_ids=())
+        made.append(Request(ids, settings))
+    return made
+
+
+def _whole_requests(
+    spec: ModelSpec,
+    limit: int | None,
+    lengths: Sequence[int],
+    sizes: Sequence[tuple[int, int, int]],
+    seed: int,
+) -> list[Request]:
+    """The same for whole sequences, each as long as one of the lengths says.
+
+    Raises:
+        CapacityError: where the longest has no room for a block.
+    """
+    length, rng, known = spec.block_len, np.random.default_rng(seed), choosable(spec)
+    # where each token is predicted by the one before it, something has to come first
+    least = length + int(spec.logit_shift)
+    most = lengths[-1] if limit is None else min(limit, lengths[-1])
+    if most < least:
+        raise CapacityError(
+            f"a row takes {most} tokens and a block needs {least}: build it with more --capacity"
+        )
+    made = []
+    for index, (which, blocks, passes) in enumerate(sizes):
+        tokens = min(max(lengths[which], least), most)
+        new = min(blocks, (tokens + length - least) // length) * length
+        ids = rng.choice(known, tokens - new)
+        settings = Settings(new, steps=min(passes, length), temperature=0, seed=index, stop_ids=())
         made.append(Request(ids, settings))
     return made
 
@@ -685,12 +756,6 @@ def require_same_model(bundle: Bundle, candidate: EngineFolder | Bundle) -> None
         reason = other_model(candidate.identity, bundle)
     if reason is not None:
         raise UsageError(reason)
-    if bundle.spec.objective == "full":
-        raise UsageError(
-            "this model looks at the whole sequence (objective 'full') and carries nothing that "
-            "could be compared from block to block; how far a bundle is from PyTorch stands in its "
-            "parity.json"
-        )
 
 
 def tolerance_between(
@@ -704,8 +769,9 @@ def tolerance_between(
         chosen: Share of a port's deviation that may differ instead of the table's, and, where the
             table has an absolute bound, that bound too; recorded as an override.
     """
-    names = bundle.precision.name, candidate.precision.name
-    name = max(names, key=list(TOLERANCES).index)
+    sides = (bundle, candidate)
+    quantized = any(isinstance(side, Bundle) and side.is_quantized for side in sides)
+    name = coarsest(bundle.precision, candidate.precision, quantized=quantized)
     if chosen is None:
         return Tolerance.of(name)
     bounded = TOLERANCES[name].absolute is not None
@@ -716,6 +782,15 @@ def most_rows(engine: EngineFolder) -> int:
     """Rows that every plan of an engine takes."""
     profiles = [profile for plan in engine.plans.values() for profile in plan.profiles]
     return min((profile["input_ids"][2][0] for profile in profiles), default=1)
+
+
+def whole_lengths(engine: EngineFolder) -> tuple[int, int, int]:
+    """Fewest, usual and most tokens of a sequence of an engine of objective ``full``."""
+    levels = [
+        [shape[1] for shape in profile["input_ids"]] for profile in engine.plan("full").profiles
+    ]
+    shortest, usual, longest = zip(*levels, strict=True)
+    return min(shortest), usual[0], max(longest)
 
 
 def compare_bundles(
@@ -740,7 +815,7 @@ def compare_bundles(
         then short ones of its reduced heads.
 
     Raises:
-        UsageError: for two models, or a model without state.
+        UsageError: for two models, or one that cannot be decoded.
         BackendError, CapacityError: where one of them cannot run.
     """
     require_same_model(bundle, candidate)
@@ -759,7 +834,7 @@ def _heads(candidate: EngineFolder | Bundle) -> list[str]:
     """
     roles = candidate.graphs if isinstance(candidate, Bundle) else candidate.plans
     split = [split_role(role) for role in roles]
-    has = {head for role, head in split if role in ("denoise", "commit_denoise")}
+    has = {head for role, head in split if role in ("denoise", "commit_denoise", "full")}
     if not has:
         raise UsageError(
             f"{candidate.path} has {listed(roles)}, none of which denoises: build it with the role "
@@ -778,18 +853,27 @@ def _compare_head(
 ) -> Comparison:
     from fixedstate.runtime import decoder, trt
 
+    whole = bundle.spec.objective == "full"
     with ExitStack() as stack:
-        if isinstance(candidate, Bundle):
-            other: Any = decoder.open_engine(candidate, threads=1, slots=SLOTS, head=head)
+        other: Any
+        if isinstance(candidate, Bundle) and whole:
+            other = decoder.open_full(candidate, threads=1, slots=SLOTS)
+        elif isinstance(candidate, Bundle):
+            other = decoder.open_engine(candidate, threads=1, slots=SLOTS, head=head)
         else:
             other = trt.open_engine(candidate, slots=min(SLOTS, most_rows(candidate)), head=head)
             stack.callback(other.close)
-        reference = decoder.open_engine(bundle, threads=1, slots=other.slots, limit=other.limit)
+        opens: Any = decoder.open_full if whole else decoder.open_engine
+        reference = opens(bundle, threads=1, slots=other.slots, limit=other.limit)
+        lengths = None
+        if whole and isinstance(candidate, EngineFolder):
+            lengths = whole_lengths(candidate)
         return compare_engines(
             reference,
             other,
             tolerance,
             quick=quick,
             defaults=bundle.decode,
+            lengths=lengths,
             progress=progress,
         )

@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -23,6 +24,23 @@ from fixedstate.errors import CapacityError, DecodeError, UsageError
 from fixedstate.runtime.decoder import Decoder
 from fixedstate.runtime.requests import BlockEvent, Request, Result
 from fixedstate.runtime.scheduler import Scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a decoder was busy with after its last pass.
+
+    Attributes:
+        running: Requests in a slot.
+        waiting: Requests without one.
+        state_bytes: Bytes of the constant-size states of those in a slot.
+        kv_bytes: Bytes of the keys and values of what they have committed.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    state_bytes: int = 0
+    kv_bytes: int = 0
 
 
 class AsyncDecoder:
@@ -46,6 +64,7 @@ class AsyncDecoder:
         self._decoder = decoder
         self._queue_limit = queue_limit
         self._slots = 0
+        self._load = Load()  # replaced as a whole by the thread
         # Of the event loop:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ready: asyncio.Future[None]
@@ -110,6 +129,11 @@ class AsyncDecoder:
         self._open.add(job)
         self._order(job)
         return AsyncAnswer(self, job)
+
+    @property
+    def load(self) -> Load:
+        """What it was busy with after its last pass."""
+        return self._load
 
     async def generate(self, request: Request) -> Result:
         """Ask and wait for the whole answer; cancelling the task cancels the request.
@@ -233,6 +257,9 @@ class AsyncDecoder:
                 if result.finish_reason == "cancelled":
                     news.append((job, BlockEvent(number, result.blocks, (), "cancelled")))
                 news.append((job, result))
+            self._load = Load(
+                scheduler.running, scheduler.waiting, scheduler.state_bytes, scheduler.kv_bytes
+            )
             if news:
                 self._call(self._deliver, news)
             if over and scheduler.idle:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from fixedstate.errors import CapacityError, StateError
+from fixedstate.errors import CapacityError, StateError, UsageError
 from fixedstate.ports import Array, numpy_dtype
 from fixedstate.state import StatePort, StateSpec
 
@@ -59,6 +59,14 @@ class RowBuffers(ABC):
         """Give the swap ports of a row their reset value."""
 
     @abstractmethod
+    def _drop_columns(self, row: int, kept: int) -> None:
+        """Zero the columns of a row's tokens behind the first `kept`.
+
+        A value that is no number among them would reach whoever comes into this row next, through
+        a weight of 0: a failing request never disturbs another.
+        """
+
+    @abstractmethod
     def _put_row(self, row: int, arrays: Mapping[str, Array], past_length: int) -> None:
         """Write every committed port of a row, in append ports its first columns."""
 
@@ -84,7 +92,13 @@ class RowBuffers(ABC):
 
         Raises:
             CapacityError: with capacity and need; nothing was changed.
+            UsageError: where a block would be committed in part, and is stored as a whole.
         """
+        if self.state.whole_blocks and (commit_length % self._block_len).any():
+            raise UsageError(
+                f"commit_length {commit_length.tolist()} ends inside a block of {self._block_len} "
+                "tokens, but keys are stored with scales of whole blocks: commit whole blocks"
+            )
         past = self.past_length[first : first + rows]
         needs = past + commit_length
         need = int(needs.max())
@@ -122,6 +136,7 @@ class RowBuffers(ABC):
     def reset(self, row: int) -> None:
         """Give a row the state it has before its first token."""
         self._clear(row)
+        self._drop_columns(row, 0)
         self.begin_block(row)
         self.last_logits[row] = 0
         self.past_length[row] = 0
@@ -147,12 +162,18 @@ class RowBuffers(ABC):
             CapacityError: where it does not fit the limit; nothing was changed.
         """
         check_arrays(self.state, arrays, past_length)
+        if self.state.whole_blocks and past_length % self._block_len:
+            raise StateError(
+                f"the state ends inside a block ({past_length} tokens, blocks of "
+                f"{self._block_len}), where keys are stored with scales of whole blocks"
+            )
         self._check_last_logits(past_length, last_logits)
         if self.limit is not None and past_length > self.limit:
             raise CapacityError(
                 f"row {row} needs room for {past_length} tokens; the limit is {self.limit}"
             )
         self._make_room(past_length)
+        self._drop_columns(row, past_length)
         self._put_row(row, arrays, past_length)
         self.last_logits[row] = 0 if last_logits is None else last_logits
         self.begin_block(row)
@@ -237,7 +258,7 @@ class StateBuffers(RowBuffers):
         return self._allocate(port), self._allocate(port)
 
     def _capacity_for(self, need: int) -> int:
-        return columns_for(need, self._block_len, self.limit)
+        return columns_for(need, self._block_len, self.limit, self.state.whole_blocks)
 
     # --- what a pass reads and writes
 
@@ -316,6 +337,10 @@ class StateBuffers(RowBuffers):
         for port in self.state.swapped:
             self._pairs[port.suffix][self._side[row]][row] = port.reset
 
+    def _drop_columns(self, row: int, kept: int) -> None:
+        for array in self._columns.values():
+            array[row, :, kept : self.past_length[row]] = 0
+
     def move(self, source: int, target: int) -> None:
         """Copy a row's state over another row."""
         if source == target:
@@ -325,7 +350,8 @@ class StateBuffers(RowBuffers):
             for pair in pairs.values():
                 pair[side][target] = pair[side][source]
         self.last_logits[target] = self.last_logits[source]
-        used = self.past_length[source]
+        used = int(self.past_length[source])
+        self._drop_columns(target, used)
         for array in self._columns.values():
             array[target, :, :used] = array[source, :, :used]
         self.past_length[target] = used
@@ -365,12 +391,13 @@ class StateBuffers(RowBuffers):
     def scribble(self, row: int, rng: np.random.Generator, *, behind: bool) -> None:
         """Fill a row with finite garbage; with `behind`, only the columns no token was put in."""
         if not behind:
-            for pair in (*self._pairs.values(), *self._steps.values()):
-                for buffer in pair:
-                    buffer[row] = _noise(rng, buffer[row])
+            for port in (*self.state.swapped, *self.state.stepped):
+                for buffer in self._pairs_of(port)[port.suffix]:
+                    buffer[row] = garbage(rng, buffer[row].shape, port.past.dtype)
         start = self.past_length[row] if behind else 0
-        for array in self._columns.values():
-            array[row, :, start:] = _noise(rng, array[row, :, start:])
+        for port in self.state.appended:
+            columns = self._columns[port.suffix][row, :, start:]
+            columns[...] = garbage(rng, columns.shape, port.past.dtype)
 
     # --- reports
 
@@ -419,12 +446,21 @@ def check_arrays(state: StateSpec, arrays: Mapping[str, Array], past_length: int
             )
 
 
-def columns_for(need: int, block_len: int, limit: int | None) -> int:
-    """Columns of keys and values that are allocated where a row needs room for `need` tokens."""
+def columns_for(need: int, block_len: int, limit: int | None, whole: bool = False) -> int:
+    """Columns of keys and values that are allocated where a row needs room for `need` tokens.
+
+    Args:
+        need: Tokens.
+        block_len: L.
+        limit: Tokens at most; None for no limit.
+        whole: Whether they have to be whole blocks (:attr:`StateSpec.whole_blocks`), even beyond
+            the limit.
+    """
     columns = max(LEAST_CAPACITY, block_len)
     while columns < need:
         columns *= 2
-    return columns if limit is None else min(columns, max(limit, 1))
+    columns = columns if limit is None else min(columns, max(limit, 1))
+    return -(-columns // block_len) * block_len if whole else columns
 
 
 def _align(pairs: Mapping[str, tuple[Array, Array]], sides: Array, rows: slice) -> int:
@@ -440,6 +476,19 @@ def _align(pairs: Mapping[str, tuple[Array, Array]], sides: Array, rows: slice) 
     return side
 
 
-def _noise(rng: np.random.Generator, like: Array) -> Array:
-    noise: Array = rng.standard_normal(like.shape, np.float32) * 1e3
-    return noise.astype(like.dtype)
+def garbage(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> Array:
+    """Finite garbage as a port of that dtype holds it."""
+    if dtype in ("int8", "uint8"):
+        return rng.integers(0, 256, shape, np.uint8).view(dtype)
+    if dtype == "float8_e4m3fn":
+        return _finite_float8(rng.integers(0, 256, shape, np.uint8))
+    made: Array = rng.standard_normal(shape, np.float32) * np.float32(1e3)
+    if dtype == "bfloat16":
+        return (made.view(np.uint32) >> 16).astype(np.uint16)
+    return made.astype(dtype)
+
+
+def _finite_float8(made: Array) -> Array:
+    """Bits of float8_e4m3fn without those whose exponent a NaN has."""
+    finite: Array = made & np.uint8(0xBF)
+    return finite

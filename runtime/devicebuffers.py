@@ -15,7 +15,7 @@ import numpy as np
 from fixedstate.errors import BackendError, CapacityError
 from fixedstate.plugins.driver import Memory, Stream
 from fixedstate.ports import DTYPES, Array, numpy_dtype
-from fixedstate.runtime.buffers import RowBuffers, columns_for
+from fixedstate.runtime.buffers import RowBuffers, columns_for, garbage
 from fixedstate.runtime.devicememory import ALIGNMENT, DeviceDriver
 from fixedstate.state import StatePort, StateSpec
 
@@ -143,7 +143,14 @@ class DeviceBuffers(RowBuffers):
                 f"{need} tokens need as many columns of keys and values; the engine takes {most} "
                 "at most: ask for less, or build it with a larger --capacity"
             )
-        return min(max(columns_for(need, self._block_len, self.limit), least), most)
+        whole, length = self.state.whole_blocks, self._block_len
+        columns = min(max(columns_for(need, length, self.limit, whole), least), most)
+        if whole and columns % length:
+            raise CapacityError(
+                f"the engine takes {least} to {most} columns of keys and values, which have to be "
+                f"whole blocks of {length}: build it with a --capacity of such"
+            )
+        return columns
 
     # --- what a pass reads and writes
 
@@ -284,6 +291,15 @@ class DeviceBuffers(RowBuffers):
         for port in self.state.swapped:
             self._fill_row(port, self._pairs[port.suffix][int(self._side[row])], row)
 
+    def _drop_columns(self, row: int, kept: int) -> None:
+        count = int(self.past_length[row]) - kept
+        for port in self.state.appended if count > 0 else ():
+            column = _column_bytes(port)
+            start = self.past(port, 0, row) + kept * column
+            for head in range(_heads(port)):
+                line = start + head * self.capacity * column
+                self._driver.set_bytes(line, 0, count * column, self._stream)
+
     def move(self, source: int, target: int) -> None:
         """Copy a row's state over another row."""
         if source == target:
@@ -295,6 +311,7 @@ class DeviceBuffers(RowBuffers):
                 self._copy_row(port, (side, source), (side, target))
         self.last_logits[target] = self.last_logits[source]
         used = int(self.past_length[source])
+        self._drop_columns(target, used)
         for port in self.state.appended:
             self._copy_columns(port, self.past(port, 0, target), self.past(port, 0, source), used)
         self.past_length[target] = used
@@ -379,7 +396,7 @@ class DeviceBuffers(RowBuffers):
         """Fill a row with finite garbage; with `behind`, only the columns no token was put in."""
         for port in self.state.ports:
             shape = port.past.resolve(B=1, C=self.capacity)[1:]
-            noise = _noise(rng, shape, port.past.dtype)
+            noise = garbage(rng, shape, port.past.dtype)
             if port.update != "append":
                 for side in () if behind else (0, 1):
                     self._put(port, row, noise, 0, side)
@@ -421,10 +438,3 @@ def _heads(port: StatePort) -> int:
 def _column_bytes(port: StatePort) -> int:
     """Bytes of one column of one head."""
     return port.past.resolve(B=1, C=1)[3] * DTYPES[port.past.dtype]
-
-
-def _noise(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> Array:
-    noise: Array = rng.standard_normal(shape, np.float32) * np.float32(1e3)
-    if dtype == "bfloat16":
-        return (noise.view(np.uint32) >> 16).astype(np.uint16)
-    return noise.astype(dtype)

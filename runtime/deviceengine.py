@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,7 +22,7 @@ from fixedstate.errors import BackendError, UsageError
 from fixedstate.plugins.driver import Stream
 from fixedstate.ports import Array, Port, numpy_dtype
 from fixedstate.runtime.devicebuffers import DeviceBuffers
-from fixedstate.runtime.devicememory import DeviceDriver, Scratch
+from fixedstate.runtime.devicememory import DeviceDriver, OnDevice, Scratch
 from fixedstate.runtime.engine import PassEngine, check_commit, check_denoise
 from fixedstate.runtime.enginefile import Plan
 from fixedstate.spec import ModelSpec
@@ -108,7 +108,7 @@ class _Ran:
     last_logits: Array | None
 
 
-class DeviceEngine(PassEngine):
+class DeviceEngine(OnDevice, PassEngine):
     """State on a device and the passes over it; see :class:`fixedstate.runtime.engine.Engine`.
 
     For every role, rows, blocks and side of the pairs there is a pass of its own: an execution
@@ -164,21 +164,17 @@ class DeviceEngine(PassEngine):
         graphs: bool = True,
         stream: Stream | None = None,
     ) -> None:
-        super().__init__(spec, slots, weights)
+        OnDevice.__init__(self, driver)
+        PassEngine.__init__(self, spec, slots, weights)
         self.provider = provider
         self.returned_bytes = self.sent_bytes = 0
         self._roles = self._serve(roles)
         plans = [role.plan for role in self._roles.values()]
-        _check_slots(plans, slots)
+        check_slots(plans, slots)
         columns = _columns(plans)
         if state.appended and columns[1] < UNBOUNDED:
             limit = columns[1] if limit is None else min(limit, columns[1])
-        self._driver = driver
         self._graphs = graphs
-        self._lock = threading.RLock()
-        self._thread = threading.get_ident()
-        self._closed = False
-        self._after: list[Callable[[], None]] = []
         self._own_stream = stream is None
         self._stream = driver.stream() if stream is None else stream
         self._scratch = Scratch(driver)
@@ -188,7 +184,7 @@ class DeviceEngine(PassEngine):
         self._presents = {port.present.name: port for port in state.ports}
         self._given = {port.name for port in head_ports(spec, self.head)}
         self._widths = {name: _widest(role.plan, spec) for name, role in self._roles.items()}
-        self._least = {name: _fewest(role.plan) for name, role in self._roles.items()}
+        self._least = {name: fewest_rows(role.plan) for name, role in self._roles.items()}
         try:
             self.buffers = DeviceBuffers(
                 driver,
@@ -519,40 +515,13 @@ class DeviceEngine(PassEngine):
 
     # --- life
 
-    @contextmanager
-    def _held(self) -> Iterator[None]:
-        """One call at a time, in the context of the device.
-
-        Raises:
-            UsageError: after :meth:`close`.
-        """
-        with self._lock:
-            if self._closed:
-                raise UsageError("this engine is closed: load it again")
-            if self._thread != threading.get_ident():
-                self._driver.make_current()
-                self._thread = threading.get_ident()
-            yield
-
-    def on_close(self, function: Callable[[], None]) -> None:
-        """Call a function at the end of :meth:`close`."""
-        self._after.append(function)
-
-    def close(self) -> None:
-        """Give back everything on the device; a second call does nothing."""
-        with self._lock:
-            if self._closed:
-                return
-            with self._held(), ExitStack() as stack:  # goes on after an error, which then comes out
-                self._closed = True
-                for function in self._after:
-                    stack.callback(function)
-                if self._own_stream:
-                    stack.callback(self._stream.__exit__, None, None, None)
-                for scratch in (self._scratch, *self._results.values()):
-                    stack.callback(scratch.free)
-                stack.callback(self.buffers.free)
-                stack.callback(self._forget)
+    def _give_back(self, stack: ExitStack) -> None:
+        if self._own_stream:
+            stack.callback(self._stream.__exit__, None, None, None)
+        for scratch in (self._scratch, *self._results.values()):
+            stack.callback(scratch.free)
+        stack.callback(self.buffers.free)
+        stack.callback(self._forget)
 
 
 def _named(key: tuple[Any, ...]) -> str:
@@ -562,7 +531,12 @@ def _named(key: tuple[Any, ...]) -> str:
     )
 
 
-def _check_slots(plans: list[Plan], slots: int) -> None:
+def check_slots(plans: list[Plan], slots: int) -> None:
+    """Refuse more rows than plans take.
+
+    Raises:
+        UsageError: naming one of them and what to do.
+    """
     for plan in plans:
         most = _most(plan, 0, 1)
         if slots > most:
@@ -572,7 +546,7 @@ def _check_slots(plans: list[Plan], slots: int) -> None:
             )
 
 
-def _fewest(plan: Plan) -> int:
+def fewest_rows(plan: Plan) -> int:
     """Rows that a pass has at least."""
     return min((profile["input_ids"][0][0] for profile in plan.profiles), default=1)
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
 
-from fixedstate.errors import BackendError
+from fixedstate.errors import BackendError, UsageError
 from fixedstate.plugins.driver import LIBRARY, Driver, Memory, Stream
 from fixedstate.ports import Array
 
@@ -254,3 +256,51 @@ class Scratch:
             memory.free()
         for pinned in host.values():
             pinned.free()
+
+
+class OnDevice:
+    """What owns things on a device: one call at a time in the device's context, then closed.
+
+    Args:
+        driver: The driver.
+    """
+
+    def __init__(self, driver: DeviceDriver) -> None:
+        self._driver = driver
+        self._lock = threading.RLock()
+        self._thread = threading.get_ident()
+        self._closed = False
+        self._after: list[Callable[[], None]] = []
+
+    @contextmanager
+    def _held(self) -> Iterator[None]:
+        """One call at a time, in the context of the device.
+
+        Raises:
+            UsageError: after :meth:`close`.
+        """
+        with self._lock:
+            if self._closed:
+                raise UsageError("this engine is closed: load it again")
+            if self._thread != threading.get_ident():
+                self._driver.make_current()
+                self._thread = threading.get_ident()
+            yield
+
+    def on_close(self, function: Callable[[], None]) -> None:
+        """Call a function at the end of :meth:`close`."""
+        self._after.append(function)
+
+    def close(self) -> None:
+        """Give back everything on the device; a second call does nothing."""
+        with self._lock:
+            if self._closed:
+                return
+            with self._held(), ExitStack() as stack:  # goes on after an error, which then comes out
+                self._closed = True
+                for function in self._after:
+                    stack.callback(function)
+                self._give_back(stack)
+
+    def _give_back(self, stack: ExitStack) -> None:
+        """Put into the stack what gives everything back; what is put in last goes first."""

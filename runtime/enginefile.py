@@ -16,6 +16,7 @@ from typing import Any
 
 from fixedstate.bundle import MANIFEST as BUNDLE_MANIFEST
 from fixedstate.bundle import (
+    WEIGHTS,
     Bundle,
     DecodeDefaults,
     Source,
@@ -149,6 +150,11 @@ class Plan:
         )
 
 
+def refit_graph(role: str) -> str:
+    """File name of the graph that the plan of a role is refitted from, where it has no weights."""
+    return f"{role}.onnx"
+
+
 def plan_ports(
     spec: ModelSpec, state: StateSpec, role: str, aliases: Mapping[str, str], top_k: int
 ) -> tuple[tuple[Port, ...], tuple[Port, ...]]:
@@ -222,7 +228,8 @@ class EngineFolder:
         plans: By role.
         check: How its precision was checked against the bundle, and how well that went.
         decode: How it decodes unless told otherwise.
-        files: sha256 of the other files (tokenizer, licence, plugin libraries), by name.
+        files: sha256 of the other files (tokenizer, licence, plugin libraries, and what plans
+            without weights are refitted from), by name.
         source: Where the weights came from.
         digest: sha256 of engine.json.
     """
@@ -245,7 +252,7 @@ class EngineFolder:
 
         Args:
             path: The folder.
-            verify: False skips the hashes of the plans, the slow ones.
+            verify: False skips the hashes of plans and weights, the slow ones.
 
         Raises:
             BundleError: for a missing, damaged, changed or newer engine, naming file, both values
@@ -331,6 +338,12 @@ class EngineFolder:
                 raise SpecError(
                     f"library {plugin.library!r} of plugin {plugin.id} is none of its files"
                 )
+        absent = self._refit_files() - set(self.files)
+        if self._refit_files() & set(self.files) and absent:
+            raise SpecError(
+                f"its plans hold no weights, and of what they are refitted from {listed(absent)} "
+                "is none of its files"
+            )
         names = [plan.file for plan in self.plans.values()] + list(self.files)
         for name in names:
             check_file_name(name)
@@ -355,6 +368,30 @@ class EngineFolder:
         for index, profile in enumerate(plan.profiles):
             _check_profile(profile, plan.inputs, f"profile {index} of {role}")
 
+    def _refit_files(self) -> set[str]:
+        """Files that plans without weights are refitted from; none where plans hold theirs."""
+        if not self.identity.is_stripped:
+            return set()
+        return {refit_graph(role) for role in self.plans} | {WEIGHTS}
+
+    @property
+    def refits(self) -> bool:
+        """Whether it holds what its plans, which hold no weights, are refitted from."""
+        wanted = self._refit_files()
+        return bool(wanted) and wanted <= set(self.files)
+
+    def loaded_bytes(self, role: str) -> int:
+        """Bytes of a plan with its weights; where it is refitted, all weights that lie beside it.
+
+        Raises:
+            BundleError: where the engine has no such plan, or a file is missing.
+        """
+        files = [self.plan(role).file] + [WEIGHTS] * self.refits
+        try:
+            return sum((self.path / name).stat().st_size for name in files)
+        except OSError as err:
+            raise BundleError(f"{self.path} is incomplete ({err.strerror or err})") from err
+
     def hashes(self) -> dict[str, str]:
         """sha256 by file name, for every file of the engine but engine.json."""
         return {**{plan.file: plan.sha256 for plan in self.plans.values()}, **self.files}
@@ -363,7 +400,7 @@ class EngineFolder:
         verify_files(
             self.path,
             self.hashes(),
-            unread=() if verify else {plan.file for plan in self.plans.values()},
+            unread=() if verify else {WEIGHTS, *(plan.file for plan in self.plans.values())},
             noun="engine",
             event="build",
             remedy="build it again",
@@ -384,7 +421,7 @@ class EngineFolder:
 
     def refusal(self, here: Here) -> str | None:
         """Why it cannot run here, see :func:`refusal`."""
-        return refusal(self.identity, here, self.path)
+        return refusal(self.identity, here, self.path, refits=self.refits)
 
     def manifest(self) -> bytes:
         """The bytes of engine.json: without time, host or path; sealed by their hash."""
@@ -426,7 +463,8 @@ def write_engine(
         precision: Dtypes of their ports.
         plans: Their ports and aliases; hashes and profiles are filled in here.
         check: How the precision was checked, JSON values; may be empty for fp32.
-        libraries: Plugin libraries and other files to be copied along.
+        libraries: Plugin libraries and other files to be copied along, those that stand in the
+            folder already aside; for plans without weights what they are refitted from, too.
 
     Returns:
         The engine, as :meth:`EngineFolder.open` would give it.
@@ -452,7 +490,8 @@ def write_engine(
     files = {}
     try:
         for source in (*(bundle.path / name for name in bundle.files), *libraries):
-            shutil.copyfile(source, folder / source.name)
+            if source.parent != folder:
+                shutil.copyfile(source, folder / source.name)
             files[source.name] = readable_sha256(folder / source.name)
     except OSError as err:
         raise BundleError(f"{source} cannot be copied: {err.strerror or err}") from err

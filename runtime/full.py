@@ -5,30 +5,16 @@ This module mutates: :class:`FullEngine` owns the committed tokens of every row.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 
 from fixedstate.errors import BackendError, CapacityError, UsageError
 from fixedstate.ports import Array
 from fixedstate.runtime.engine import check_denoise
-from fixedstate.runtime.session import Binding, Session
+from fixedstate.runtime.sequences import HostSequences, Sequences
+from fixedstate.runtime.session import Session
 from fixedstate.spec import ModelSpec
-
-KEPT_BINDINGS = 32  # shapes last used; lengths differ by request, so there is no end of them
-
-_NONE: Array = np.zeros(0, np.int64)
-
-
-@dataclass(frozen=True, slots=True)
-class _Bound:
-    """The graph on the memory of one shape: write ids [k, T], run, read logits [k, T, V]."""
-
-    binding: Binding
-    ids: Array
-    logits: Array
 
 
 class FullEngine:
@@ -40,9 +26,12 @@ class FullEngine:
 
     Args:
         spec: The model.
-        sessions: By role: `full`.
+        sessions: By role: `full`, a session, or what runs whole sequences elsewhere.
         slots: Rows at most.
         limit: Tokens per row at most; None for no limit.
+
+    Attributes:
+        sequences: What runs the graph.
 
     Raises:
         BackendError: where the role is missing.
@@ -57,7 +46,7 @@ class FullEngine:
     def __init__(
         self,
         spec: ModelSpec,
-        sessions: Mapping[str, Session],
+        sessions: Mapping[str, Session | Sequences],
         *,
         slots: int = 1,
         limit: int | None = None,
@@ -77,19 +66,19 @@ class FullEngine:
         self.past_length: Array = np.zeros(slots, np.int64)
         width = spec.vocab_rows if spec.logit_shift else 0
         self.last_logits: Array = np.zeros((slots, width), np.float32)
-        self._session = sessions["full"]
+        given = sessions["full"]
+        self.sequences = (
+            given if isinstance(given, Sequences) else HostSequences(given, spec.vocab_rows)
+        )
         self._mask: int = spec.mask_id
         self._room: Array = np.zeros(slots, np.int64)
         self._tokens: Array = np.full((slots, 0), self._mask, np.int64)
         self._logits: Array = np.zeros((slots, spec.block_len, spec.vocab_rows), np.float32)
-        self._ids_memory: Array = _NONE
-        self._logits_memory: Array = _NONE
-        self._bound: OrderedDict[tuple[int, int], _Bound] = OrderedDict()
 
     @property
     def provider(self) -> str:
         """What the passes really run on."""
-        return self._session.provider
+        return self.sequences.provider
 
     def reset(self, row: int, room: int = 0) -> None:
         """Empty a row and fix the length of its sequence.
@@ -99,13 +88,15 @@ class FullEngine:
             room: T, the tokens of its prompt and of all blocks that may follow.
 
         Raises:
-            CapacityError: where T passes the limit, or no memory is left for it; nothing was
-                changed.
+            CapacityError: where T passes the limit, where an engine takes no sequence of that
+                length, or no memory is left for it; nothing was changed.
         """
         if self.limit is not None and room > self.limit:
             raise CapacityError(
                 f"row {row} needs room for {room} tokens; the limit is {self.limit}"
             )
+        if room:  # a row of no tokens runs in no pass
+            self.sequences.check(room)
         self._reserve(room)
         self._tokens[row] = self._mask
         self._room[row] = room
@@ -131,17 +122,17 @@ class FullEngine:
 
     def _run(self, ids: Array, first: int, group: Array, room: int) -> None:
         """One call with the rows of one length; `group` are their places in `ids`."""
-        bound = self._bind(len(group), room)
+        bound = self.sequences.bind(len(group), room)
         np.take(self._tokens[:, :room], first + group, axis=0, out=bound.ids, mode="clip")
         starts = self.past_length[first + group].tolist()
-        length = self.spec.block_len
+        length, shift = self.spec.block_len, self.spec.logit_shift
         for i, start in enumerate(starts):
             bound.ids[i, start : start + length] = ids[group[i]]
-        bound.binding.run()
-        for i, start in enumerate(starts):
-            self._logits[group[i]] = bound.logits[i, start : start + length]
-            if self.spec.logit_shift and start:
-                self.last_logits[first + group[i]] = bound.logits[i, start - 1]
+        spans = [(start - bool(shift and start), start + length) for start in starts]
+        for i, found in enumerate(bound.run(spans)):
+            self._logits[group[i]] = found[-length:]
+            if shift and starts[i]:
+                self.last_logits[first + group[i]] = found[0]
 
     def commit(self, ids: Array, commit_length: Array, first: int = 0) -> None:
         """Append tokens to each row; see :class:`Engine`. Any number of them, no pass is run.
@@ -177,6 +168,10 @@ class FullEngine:
         """Exchange two rows."""
         for array in (self._tokens, self._room, self.past_length, self.last_logits):
             array[[row, other]] = array[[other, row]]
+
+    def close(self) -> None:
+        """Give back what passes run on; a second call does nothing."""
+        self.sequences.close()
 
     def state_bytes(self) -> int:
         """0: nothing is carried but the tokens."""
@@ -240,39 +235,3 @@ class FullEngine:
             ) from err
         grown[:, :width] = self._tokens
         self._tokens = grown
-
-    def _bind(self, rows: int, room: int) -> _Bound:
-        key = (rows, room)
-        bound = self._bound.get(key)
-        if bound is not None:
-            self._bound.move_to_end(key)
-            return bound
-        count = rows * room
-        width = self.spec.vocab_rows
-        if count > self._ids_memory.size:
-            self._bound.clear()  # they hold the memory that is let go of now
-            self._ids_memory = self._logits_memory = _NONE
-            self._ids_memory, self._logits_memory = _allocate(rows, room, width)
-        ids = self._ids_memory[:count].reshape(rows, room)
-        logits = self._logits_memory[: count * width].reshape(rows, room, width)
-        made = _Bound(
-            self._session.bind({"input_ids": ids}, {"logits": logits}),
-            ids,
-            logits,
-        )
-        if len(self._bound) >= KEPT_BINDINGS:
-            self._bound.popitem(last=False)
-        self._bound[key] = made
-        return made
-
-
-def _allocate(rows: int, room: int, width: int) -> tuple[Array, Array]:
-    """Memory for the ids and the logits of that many whole sequences."""
-    count = rows * room
-    try:
-        return np.zeros(count, np.int64), np.zeros(count * width, np.float32)
-    except MemoryError as err:
-        raise CapacityError(
-            f"no memory for the logits of {rows} sequences of {room} tokens "
-            f"({4 * count * width} bytes): use fewer slots or ask for fewer new tokens"
-        ) from err

@@ -50,6 +50,12 @@ VERSION_COMPATIBLE = "VERSION_COMPATIBLE"
 STRIP_PLAN = "STRIP_PLAN"
 """Flag of both products, by its name there: the plans hold no weights until they are refitted."""
 
+REFIT = "REFIT"
+"""Flag of both products, by its name there: other weights may be put into a plan."""
+
+REFIT_IDENTICAL = "REFIT_IDENTICAL"
+"""Flag of both products, by its name there: the weights of the build may be put into a plan."""
+
 TIMING_CACHE = "timing_cache"
 """Flag of TensorRT: whether a timing cache was used. TensorRT-RTX has none."""
 
@@ -285,6 +291,11 @@ class Identity:
             )
 
     @property
+    def is_stripped(self) -> bool:
+        """Whether its plans hold no weights."""
+        return bool(self.flags.get(STRIP_PLAN, False))
+
+    @property
     def key(self) -> str:
         """sha256 over all of it: where the user's cache keeps the engine."""
         values = {"what": "fixedstate engine", "schema": SCHEMA, **self.to_dict()}
@@ -372,13 +383,16 @@ class Identity:
         return f"{self.key}-{capability}.runtime"
 
 
-def refusal(identity: Identity, here: Here, folder: Path | None = None) -> str | None:
+def refusal(
+    identity: Identity, here: Here, folder: Path | None = None, *, refits: bool = False
+) -> str | None:
     """Why an engine cannot run here: both sides of all that differs, and what to do.
 
     Args:
         identity: Of the engine.
         here: What there is to run it with.
         folder: The engine's, where its plugin libraries are looked for.
+        refits: Whether the folder holds what plans without weights are refitted from.
 
     Returns:
         One sentence; None where nothing speaks against it.
@@ -389,6 +403,7 @@ def refusal(identity: Identity, here: Here, folder: Path | None = None) -> str |
     command = identity.rebuild(here.product, None if fits else here.capability)
     for reason, remedy in (
         *_product_reasons(identity, here),
+        *_weight_reasons(identity, refits),
         *_card_reasons(identity, here),
         *_plugin_reasons(identity, here, folder),
     ):
@@ -421,11 +436,14 @@ def _product_reasons(identity: Identity, here: Here) -> _Reasons:
         )
     elif not _runs(identity.version, here.version, compatible):
         yield f"{built}, here is {name} {here.version}", ""
-    if identity.flags.get(STRIP_PLAN, False):
-        # an engine's folder has no weights beside its plans, so there is nothing to refit them with
-        yield f"its plans hold no weights (builder flag {STRIP_PLAN}) and are not refitted here", ""
     if here.os != identity.os:
         yield f"it was built for {identity.os}, here is {here.os}", ""
+
+
+def _weight_reasons(identity: Identity, refits: bool) -> _Reasons:
+    """Plans without weights would run, and compute with whatever is in memory."""
+    if identity.is_stripped and not refits:
+        yield f"its plans hold no weights (builder flag {STRIP_PLAN}) and are not refitted here", ""
 
 
 def _runs(built: str, here: str, compatible: bool) -> bool:
@@ -633,7 +651,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
         path = f"{prefix}{name}"
         if isinstance(value, Mapping) and value:
             found.update(_flat(value, f"{path}."))
-        elif name in ("plugins",):
+        elif path == "plugins":
             by_id = {f"{item['namespace']}::{item['name']}": item for item in value}
             found.update(_flat(by_id, f"{path}."))
         elif prefix == "profiles.":

@@ -17,7 +17,13 @@ import numpy as np
 from fixedstate.bundle import Bundle
 from fixedstate.errors import StateError, UsageError
 from fixedstate.ports import Array
-from fixedstate.runtime.compare import PortDifference, Tolerance, difference
+from fixedstate.runtime.compare import (
+    PortDifference,
+    Tolerance,
+    coarsest,
+    decoded,
+    spread_difference,
+)
 from fixedstate.runtime.decoder import open_engine
 from fixedstate.runtime.engine import ReadableEngine, SessionEngine
 from fixedstate.runtime.snapshot import Snapshot
@@ -51,7 +57,8 @@ class LawResult:
         law: Its number.
         title: What it says.
         passed: Whether it held everywhere it was tried.
-        worst: Largest absolute difference seen; None where bytes were compared.
+        worst: Largest absolute difference seen, of scores that are judged by their divergence that
+            in nats; None where bytes were compared.
         where: Block and port of the first divergence; of the worst difference where it passed.
         note: What was tried, or why something was not.
     """
@@ -91,7 +98,8 @@ class _Verdict:
     def close(self, place: str, reference: Mapping[str, Array], found: Mapping[str, Array]) -> None:
         """Compare within the tolerance."""
         for name in {**reference, **found}:
-            self._add(place, difference(name, reference.get(name), found.get(name), self.tolerance))
+            arrays = reference.get(name), found.get(name)
+            self._add(place, spread_difference(name, *arrays, self.tolerance)[0])
 
     def equal(self, place: str, reference: Mapping[str, Array], found: Mapping[str, Array]) -> None:
         """Compare byte for byte."""
@@ -105,10 +113,11 @@ class _Verdict:
             self.first_failure, self.failure_size = where, size
 
     def _add(self, place: str, port: PortDifference) -> None:
+        size = port.max_abs if port.kl is None else port.kl
         if not port.passed:
-            self.fail(f"{place}, {port}", port.max_abs)
-        if port.max_abs >= (self.worst or 0.0):
-            self.worst, self.where = port.max_abs, f"{place}, {port.name}"
+            self.fail(f"{place}, {port}", size)
+        if size >= (self.worst or 0.0):
+            self.worst, self.where = size, f"{place}, {port.name}"
 
     def result(self) -> LawResult:
         failed = bool(self.first_failure)
@@ -145,7 +154,8 @@ def check_bundle(
         provider: Where its graphs run.
         recompute: A stateless engine (it keeps the tokens and recomputes everything) for law 1.
         reference: An engine of another back end for law 5.
-        tolerance: What may differ; the precision's default if not given.
+        tolerance: What may differ; if not given, the default of the coarsest format that the
+            bundle keeps anything in.
         seed: Of the tokens.
         block_counts: Committed blocks at which law 1 compares.
         only: The laws to prove; all of them if empty.
@@ -172,12 +182,17 @@ def check_bundle(
         exact=provider == "cpu",
         recompute=recompute,
         reference=reference,
-        tolerance=tolerance,
+        tolerance=tolerance or Tolerance.of(tolerance_name(bundle)),
         seed=seed,
         block_counts=block_counts,
         only=only,
         progress=progress,
     )
+
+
+def tolerance_name(bundle: Bundle) -> str:
+    """The entry of the table of tolerances that a bundle is held against."""
+    return coarsest(bundle.precision, quantized=bundle.is_quantized)
 
 
 def check_engine(
@@ -372,7 +387,9 @@ class _Trial:
                 piece = ids[:, block * length : (block + 1) * length]
                 self.engine.commit(piece, np.where(block < counts, length, 0))
             for row in range(_SLOTS):
-                verdict.close(f"block {blocks}, row {row}", at_once[row], self.engine.read(row))
+                self._close(verdict)(
+                    f"block {blocks}, row {row}", at_once[row], self.engine.read(row)
+                )
         verdict.notes.append(f"k {_list(self.block_counts)}, rows of unequal length")
         return verdict.result()
 
@@ -434,14 +451,24 @@ class _Trial:
     def _judge(
         self, verdict: _Verdict, place: str
     ) -> Callable[[Mapping[str, Array], Mapping[str, Array]], None]:
-        compare = verdict.equal if self.exact else verdict.close
+        compare = verdict.equal if self.exact else self._close(verdict)
         return lambda reference, found: compare(place, reference, found)
+
+    def _close(
+        self, verdict: _Verdict
+    ) -> Callable[[str, Mapping[str, Array], Mapping[str, Array]], None]:
+        """Compares what this engine carries, and logits, within the tolerance."""
+        state, spec = self.engine.state, self.spec
+        return lambda place, reference, found: verdict.close(
+            place, decoded(state, reference, spec), decoded(state, found, spec)
+        )
 
     # --- law 5
 
     def law5(self, reference: EngineFactory) -> LawResult:
         """Logits and state of two back ends along one trajectory of ragged rows."""
         verdict = _Verdict(5, self.tolerance)
+        by_number = self.tolerance.kl is None
         other = reference(_SLOTS)
         length = self.spec.block_len
         self._reset_all()
@@ -460,9 +487,10 @@ class _Trial:
             lengths = np.array([length if block % (row + 1) == 0 else 0 for row in range(_SLOTS)])
             self.engine.commit(ids, lengths)
             other.commit(ids, lengths)
-            for row in range(_SLOTS):
-                verdict.close(f"{place}, row {row}", other.read(row), self.engine.read(row))
-        verdict.notes.append(f"{max(self.block_counts)} blocks, ragged commits, logits and state")
+            for row in range(_SLOTS if by_number else 0):
+                self._close(verdict)(f"{place}, row {row}", other.read(row), self.engine.read(row))
+        what = "logits and state" if by_number else "logits, which the state leads to"
+        verdict.notes.append(f"{max(self.block_counts)} blocks, ragged commits, {what}")
         verdict.notes.append(f"reference: {other.provider}")
         return verdict.result()
 
@@ -537,7 +565,7 @@ class _Trial:
 
     def _restore(self, verdict: _Verdict, where: str, slot: int, rows: list[_Saved]) -> None:
         """Put every row into that slot, over garbage, and let it go on there."""
-        compare = verdict.equal if self.repeatable else verdict.close
+        compare = verdict.equal if self.repeatable else self._close(verdict)
         for row in rows:
             self.engine.buffers.scribble(slot, self.rng, behind=False)
             saved = Snapshot.from_bytes(row.content)

@@ -114,7 +114,9 @@ def plan(
     spec, state = bundle.spec, bundle.state
     chosen = choose(bundle, memory, lean_above=lean_above, head=head)
     sessions = roles(bundle, chosen, head)
-    columns = columns_for(capacity, spec.block_len, limit) if state.appended else 0
+    columns = 0
+    if state.appended:
+        columns = columns_for(capacity, spec.block_len, limit, state.whole_blocks)
     per_token = state.kv_bytes_per_token()
     steps = sum(port.nbytes(slots) for port in state.stepped)
     scores = slots * spec.block_len * spec.vocab_rows * 4

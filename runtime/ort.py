@@ -51,12 +51,13 @@ _DTYPES = {
     "tensor(float)": "float32",
     "tensor(float16)": "float16",
     "tensor(bfloat16)": "bfloat16",
+    "tensor(float8e4m3fn)": "float8_e4m3fn",
     "tensor(int8)": "int8",
     "tensor(uint8)": "uint8",
     "tensor(int64)": "int64",
     "tensor(bool)": "bool",
 }
-_AS_BITS = {"bfloat16": 16}
+_AS_BITS = {"bfloat16": 16, "float8_e4m3fn": 17}
 """Dtypes that numpy has no numbers of, and their TensorProto.DataType: arrays hold their bits."""
 
 _TARGETS = {"cpu": "ort-cpu", "cuda": "ort-cuda"}

@@ -39,6 +39,7 @@ _ONNX_TYPES = {  # numbers of TensorProto.DataType, since numpy has no bfloat16
     "bool": 9,
     "float16": 10,
     "bfloat16": 16,
+    "float8_e4m3fn": 17,
 }
 
 
@@ -151,7 +152,8 @@ def _plan(
                 f"provider {provider!r} builds its engine for sizes known before, and no limit was "
                 "given: say how many tokens a request has at most (limit, --max-context)"
             )
-        least, most = (columns_for(need, length, limit) for need in (1, limit))
+        whole = bundle.state.whole_blocks
+        least, most = (columns_for(need, length, limit, whole) for need in (1, limit))
     fused = split_role(role)[0] == "commit_denoise"
     blocks = max(bundle.decode.prefill_blocks, 2 if fused else 1)
     levels = (

@@ -51,7 +51,8 @@ STATE_BYTES = 1 << 29
 
 _LEAST = 1 << 12  # cells: a slice of a prompt and a request's rules always fit
 _KEPT = 4  # saved states per slot, where the budget allows it
-_NOTE = 1 << 16  # bytes of a state file beside the tensors
+_NOTE = 1 << 16  # bytes of a state file beside the tensors, of which each port takes
+_NOTE_OF_PORT = 512
 _PAGE = 1 << 12
 _NO_HASH = bytes(HASH)
 
@@ -321,7 +322,8 @@ def _header(
     state_bytes: int,
 ) -> Header:
     spec, state = bundle.spec, bundle.state
-    most = engine.state_bytes() + engine.kv_bytes(engine.limit or 0) + _NOTE
+    most = engine.state_bytes() + engine.kv_bytes(engine.limit or 0)
+    most += max(_NOTE, _NOTE_OF_PORT * len(state.ports))
     if spec.logit_shift:
         most += 4 * spec.vocab_rows
     states = min(_KEPT * engine.slots, state_bytes // most) if engine.whole_blocks else 0

@@ -17,7 +17,7 @@ import numpy as np
 from fixedstate.bundle import Bundle
 from fixedstate.errors import StateError, UsageError
 from fixedstate.ports import Array
-from fixedstate.runtime.compare import TOLERANCES, Tolerance, compare
+from fixedstate.runtime.compare import Tolerance, coarsest, compare, decoded
 from fixedstate.runtime.engine import Engine, SessionEngine
 from fixedstate.runtime.full import FullEngine
 from fixedstate.runtime.policies import PassView, Policy
@@ -40,7 +40,6 @@ from fixedstate.runtime.recording import (
 )
 from fixedstate.runtime.sampling import Scorer, uniforms
 from fixedstate.runtime.snapshot import stateful
-from fixedstate.state import StateSpec
 
 COMPARED = ("bytes", "numbers")
 """How a replay is compared: every hash, or chosen tokens and saved states within the tolerance."""
@@ -199,13 +198,12 @@ def replay_bundle(
     how = compared or ("numbers" if reasons else "bytes")
     if bundle.weights != header.weights:
         reasons.append("the weights are others than those that were recorded")
-    coarser = max(bundle.precision.name, header.precision.name, key=list(TOLERANCES).index)
     report = replay(
         recording,
         engine,
         compared=how,
         reasons=reasons,
-        tolerance=Tolerance.of(coarser),
+        tolerance=Tolerance.of(coarsest(bundle.precision, header.precision)),
         **options,
     )
     if how == "bytes" and report.difference and header.slots > 1 and header.threads != 1:
@@ -272,7 +270,7 @@ def incomparable(
     """
     reasons = []
     if bundle.precision != header.precision:
-        reasons.append(f"precision {bundle.precision.name}, recorded {header.precision.name}")
+        reasons.append(f"precision {bundle.precision}, recorded {header.precision}")
     for role, digest in header.graphs.items():
         if role not in bundle.graphs or bundle.graphs[role].sha256 != digest:
             reasons.append(f"graph {role} is another one")
@@ -330,7 +328,7 @@ def replay(
         raise UsageError(f"compared must be one of {', '.join(COMPARED)}; got {compared!r}")
     if from_block is not None and from_block < 0:
         raise UsageError(f"from_block must be 0 or more; got {from_block}")
-    limit = tolerance or Tolerance.of(recording.header.precision.name)
+    limit = tolerance or Tolerance.of(coarsest(recording.header.precision))
     known = recording.requests
     if request is not None and request not in known:
         raise UsageError(
@@ -640,7 +638,8 @@ class _Walk:
             name, words = (names[0], "differs") if names else (None, "")
         else:
             own = stateful(self.engine).state
-            mine, other = decoded(own, mine), decoded(taken.state, other)
+            spec = self.engine.spec
+            mine, other = decoded(own, mine, spec), decoded(taken.state, other, spec)
             for port in compare(other, mine, self.tolerance).ports:
                 if not port.passed:
                     name, words = port.name, str(port).partition(": ")[2]
@@ -689,17 +688,6 @@ def _views(engine: Engine) -> dict[str, Array]:
 
 def _last(engine: Engine) -> dict[str, Array]:
     return {"last_logits": engine.last_logits[0]} if engine.spec.logit_shift else {}
-
-
-def decoded(state: StateSpec, arrays: Mapping[str, Array]) -> dict[str, Array]:
-    """bfloat16, which numpy keeps as its bits, as numbers."""
-    dtypes = {port.suffix: port.past.dtype for port in state.committed}
-    return {
-        name: (array.astype(np.uint32) << 16).view(np.float32)
-        if dtypes.get(name) == "bfloat16"
-        else array
-        for name, array in arrays.items()
-    }
 
 
 # --- words ---------------------------------------------------------------------------------------

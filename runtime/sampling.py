@@ -17,7 +17,8 @@ from fixedstate.ports import Array
 from fixedstate.state import TOP_K
 
 _CHUNK = 1 << 17  # elements scored at once: stays in the second-level cache
-_LARGEST_SCALE = 1e30  # 1 / temperature at most: keeps 0 * scale finite in float32
+# 1 / temperature within these: 0 * scale stays finite in float32, and scale itself above 0.
+_SMALLEST_SCALE, _LARGEST_SCALE = 1e-30, 1e30
 
 
 def uniforms(seed: int, past_length: int, step: int, length: int) -> tuple[Array, Array]:
@@ -352,5 +353,5 @@ def _inverse(temperature: Array) -> Array:
     scale = np.zeros(len(temperature))
     hot = temperature > 0
     with np.errstate(over="ignore", divide="ignore"):
-        scale[hot] = np.minimum(1.0 / temperature[hot], _LARGEST_SCALE)
+        scale[hot] = np.clip(1.0 / temperature[hot], _SMALLEST_SCALE, _LARGEST_SCALE)
     return scale

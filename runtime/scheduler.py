@@ -266,6 +266,16 @@ class Scheduler:
         """Requests in a slot."""
         return len(self._seated)
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the constant-size states of the requests in a slot."""
+        return len(self._seated) * self._engine.state_bytes()
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the keys and values of what the requests in a slot have committed."""
+        return sum(self._engine.kv_bytes(row.committed) for row in self._seated)
+
     def _row(self, number: int, request: Request) -> Row:
         engine, spec, settings = self._engine, self._spec, request.settings
         what = "prompt ids" if number == 0 else f"prompt ids of request {number}"

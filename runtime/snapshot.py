@@ -45,6 +45,7 @@ _KINDS = {
     "state": list,
 }
 _HASH = re.compile(r"[0-9a-f]{64}")
+_FLOAT8_NAN = np.uint8(0x7F)  # all bits but the sign; it has no infinity
 _BFLOAT16_EXPONENT = np.uint16(0x7F80)  # all ones: NaN or infinity
 
 
@@ -95,7 +96,7 @@ class Snapshot:
 
     Attributes:
         arrays: By port suffix, without the axis of rows; keys and values of committed tokens
-            only; bfloat16 as uint16. Read-only.
+            only; bfloat16 as uint16, float8_e4m3fn as uint8. Read-only.
         past_length: Committed tokens.
         pending: Tokens behind them that make no whole block yet, 0 to L-1.
         seed: Of the row.
@@ -428,6 +429,8 @@ def _frozen(array: Array) -> Array:
 def _finite(array: Array, dtype: str) -> bool:
     if dtype == "bfloat16":
         return bool(((array & _BFLOAT16_EXPONENT) != _BFLOAT16_EXPONENT).all())
+    if dtype == "float8_e4m3fn":
+        return bool(((array & _FLOAT8_NAN) != _FLOAT8_NAN).all())
     return bool(np.isfinite(array).all())
 
 

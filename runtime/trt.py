@@ -23,22 +23,35 @@ from fixedstate.errors import BackendError, BundleError, UsageError
 from fixedstate.plugins import library
 from fixedstate.plugins.driver import Graph, Memory, Stream
 from fixedstate.ports import Port, resolve_dim
-from fixedstate.runtime.deviceengine import DeviceEngine
+from fixedstate.runtime.deviceengine import DeviceEngine, check_slots
 from fixedstate.runtime.devicememory import ALIGNMENT, DeviceDriver
-from fixedstate.runtime.enginefile import EngineFolder, Plan, check_aliases
-from fixedstate.runtime.identity import PRODUCTS, VERSION_COMPATIBLE, Card, Here, Identity, os_text
+from fixedstate.runtime.devicesequences import DeviceSequences
+from fixedstate.runtime.enginefile import EngineFolder, Plan, check_aliases, refit_graph
+from fixedstate.runtime.full import FullEngine
+from fixedstate.runtime.identity import (
+    PRODUCTS,
+    STRIP_PLAN,
+    VERSION_COMPATIBLE,
+    Card,
+    Here,
+    Identity,
+    os_text,
+)
 from fixedstate.runtime.memory import LEAN_ABOVE, MODES
+from fixedstate.runtime.requests import check_decodable
 from fixedstate.state import HEADS, head_role, split_role
 
 _DTYPES = {
     "FLOAT": "float32",
     "HALF": "float16",
     "BF16": "bfloat16",
+    "FP8": "float8_e4m3fn",
     "INT8": "int8",
     "UINT8": "uint8",
     "INT64": "int64",
     "BOOL": "bool",
 }
+_NAMED = 3  # weights that a message names
 _OWN_RUNTIME = "EXCLUDE_LEAN_RUNTIME"  # flag of TensorRT: the plan does not bring code of its own
 
 
@@ -55,13 +68,17 @@ def open_engine(
     runtime_cache: Path | None = None,
     module: Any = None,
     cuda: Any = None,
-) -> DeviceEngine:
+) -> DeviceEngine | FullEngine:
     """Load an engine on a card; the same decode loop drives it as a bundle on ONNX Runtime.
+
+    Of a model of objective ``full`` it is a :class:`fixedstate.runtime.full.FullEngine`, which has
+    one plan and carries nothing: no memory mode, capacity or head can be chosen for it.
 
     Args:
         engine: An opened engine, or its folder.
         slots: Rows at most, no more than it was built for.
-        limit: Committed tokens per row at most; None for what it was built for.
+        limit: Committed tokens per row at most, or of a model of objective ``full`` tokens of its
+            whole sequence; None for what it was built for.
         capacity: Columns of keys and values at first.
         memory: ``lean`` loads the plan ``commit_denoise`` alone, so that the weights are on the
             device once; ``fast`` a plan for denoise passes beside it. None for ``lean`` above 1 GB.
@@ -82,6 +99,14 @@ def open_engine(
     """
     folder = engine if isinstance(engine, EngineFolder) else EngineFolder.open(engine)
     roles = plan_roles(folder, memory, head)
+    whole = folder.spec.objective == "full"
+    if whole:
+        check_decodable(folder.spec)
+        if capacity:
+            raise UsageError(
+                f"capacity {capacity} was asked for; {folder.path} is of a model of objective "
+                "'full', which keeps no keys and values: leave it out"
+            )
     if runtime_cache is not None and folder.identity.product != "tensorrt-rtx":
         raise UsageError(
             f"a cache in {runtime_cache} was asked for, but {folder.path} is of "
@@ -92,6 +117,16 @@ def open_engine(
         runner = _Runner(folder, trt, driver, runtime_cache)
         stack.callback(runner.close)
         loaded = {role: runner.load(folder.plan(role)) for role in roles}
+        provider = f"{folder.identity.product} {folder.identity.version} on {driver.name}"
+        if whole:
+            check_slots([loaded["full"].plan], slots)
+            sequences = DeviceSequences(loaded["full"], driver, provider=provider, graphs=graphs)
+            stack.callback(sequences.close)
+            most = sequences.lengths[1]
+            limit = most if limit is None else min(limit, most)
+            full = FullEngine(folder.spec, {"full": sequences}, slots=slots, limit=limit)
+            sequences.on_close(stack.pop_all().close)
+            return full
         made = DeviceEngine(
             folder.spec,
             folder.state,
@@ -101,7 +136,7 @@ def open_engine(
             limit=limit,
             capacity=capacity,
             weights=folder.identity.weights,
-            provider=f"{folder.identity.product} {folder.identity.version} on {driver.name}",
+            provider=provider,
             graphs=graphs,
         )
         made.on_close(stack.pop_all().close)
@@ -118,12 +153,19 @@ def plan_roles(folder: EngineFolder, memory: str | None, head: str) -> tuple[str
         raise UsageError(f"memory {memory!r} is unknown; use one of {', '.join(MODES)}")
     if head not in HEADS:
         raise UsageError(f"head {head!r} is unknown; use one of {', '.join(HEADS)}")
-    if folder.spec.objective == "full":
-        raise UsageError(
-            f"{folder.path} is of a model that looks at the whole sequence (objective 'full'); "
-            "engines of such models are not run yet: use its bundle on ONNX Runtime"
-        )
     has = folder.plans
+    if folder.spec.objective == "full":
+        if memory is not None:
+            raise UsageError(
+                f"memory {memory!r} cannot be chosen: an engine of objective 'full' has one plan "
+                "and holds its weights once; leave the choice out"
+            )
+        if head != "logits":
+            raise UsageError(
+                f"{folder.path} has no head {head!r}: models of objective 'full' give all scores; "
+                "load it without a head"
+            )
+        return ("full",)
     heads = sorted({split_role(role)[1] for role in has} - {"logits"})
     denoise, fused = head_role("denoise", head), head_role("commit_denoise", head)
     if head != "logits" and head not in heads:
@@ -132,7 +174,7 @@ def plan_roles(folder: EngineFolder, memory: str | None, head: str) -> tuple[str
             "from a bundle with that head, or load it without a head"
         )
     if memory is None:
-        large = fused in has and (folder.path / has[fused].file).stat().st_size > LEAN_ABOVE
+        large = fused in has and folder.loaded_bytes(fused) > LEAN_ABOVE
         memory = "lean" if fused in has and (large or denoise not in has) else "fast"
     if memory == "lean":
         wanted: tuple[str, ...] = (fused,)
@@ -302,9 +344,42 @@ class _Runner:
                 f"build it again: `{self.folder.identity.rebuild()}`"
             )
         check_engine(self.trt, engine, plan)
+        if self.folder.identity.is_stripped:
+            self._refit(engine, plan)
         role = TrtRole(self, plan, engine)
         self._roles.append(role)
         return role
+
+    def _refit(self, engine: Any, plan: Plan) -> None:
+        """Put the weights beside a plan into it; their hashes were checked when it was opened.
+
+        Raises:
+            BackendError: where any of its weights is not put in.
+        """
+        trt, graph = self.trt, self.folder.path / refit_graph(plan.role)
+        missing: list[str] = []
+        said = ""
+        try:
+            refitter = trt.Refitter(engine, self._logger)
+            reader = trt.OnnxParserRefitter(refitter, self._logger)
+            # true only where every weight was found; TensorRT-RTX does not list all missing ones
+            done = reader.refit_from_file(str(graph))
+            missing = sorted(refitter.get_missing_weights())
+            if done and not missing and refitter.refit_cuda_engine():
+                return
+            if reader.num_errors:
+                said = str(reader.get_error(0).desc())
+        except (TypeError, RuntimeError) as err:  # what its bindings raise for a null pointer
+            said = self.said() if self.messages else str(err)
+        said = said or self.said()
+        if missing:
+            said += f"; it lacks {', '.join(map(repr, missing[:_NAMED]))}"
+            said += f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
+        raise BackendError(
+            f"{PRODUCTS[self.folder.identity.product]} does not put the weights of {graph} into "
+            f"{plan.file}: {said}: build the engine again without {STRIP_PLAN}: "
+            f"`{self.folder.identity.rebuild()}`"
+        )
 
     def said(self) -> str:
         """What TensorRT said last."""

@@ -14,9 +14,13 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from fixedstate.bundle import Bundle
 
 ROOT = Path(__file__).resolve().parent.parent
 REQUIRE_ALL = os.environ.get("REQUIRE_ALL") == "1"
@@ -251,3 +255,17 @@ def bundle_path(
         return made(name, precision, fused, head)
 
     return folder
+
+
+@pytest.fixture(scope="session")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """A bundle of objective full: Mamba-2 and attention, random weights of seed 5."""
+    from variants import VARIANTS
+
+    from fixedstate.export.checkpoint import random_tensors, save_checkpoint
+    from fixedstate.export.pipeline import export_bundle
+
+    folder = tmp_path_factory.mktemp("whole")
+    spec = VARIANTS["Whole sequence (objective full)"]["Mamba-2 and attention"]
+    save_checkpoint(folder / "c", spec, random_tensors(spec, seed=5))
+    return export_bundle(folder / "c", folder / "b").bundle

@@ -186,7 +186,7 @@ REFUSED = [
     (lambda: Port("x", "float32", ("Q",)), "dimension 'Q' is neither an int nor a symbol"),
     (lambda: Port("x", "float32", (-1,)), "port 'x' has the negative dimension -1"),
     (lambda: Precision(io="int64"), "io dtype 'int64' is none of float32, float16, bfloat16"),
-    (lambda: Precision(kv="float8"), "dtype 'float8' is unknown"),
+    (lambda: Precision(kv="float8"), "kv format 'float8' is unknown"),
     (lambda: Precision.named("fp8"), "precision 'fp8' is unknown; use one of fp32, fp16"),
 ]
 

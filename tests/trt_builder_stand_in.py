@@ -1,7 +1,8 @@
 """F6: a stand-in for TensorRT's builder, as a module `tensorrt` that a build's own process imports.
 
 It records every call and fails as it is told to. It reads the graph with onnx_ir, so that names and
-types of ports and the number of plugin nodes are true; its plan is a line of text.
+types of ports and the number of plugin nodes are true; its plan is one of
+:mod:`trt_plan_stand_in`, which the stand-in of the runtime computes.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import types
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+from trt_plan_stand_in import plan_of
 
 VARIABLE = "TENSORRT_STAND_IN"
 """Environment variable that holds its settings as JSON; see :func:`install`."""
@@ -82,7 +85,9 @@ class IProgressMonitor:
     pass
 
 
-Flags = enum.IntEnum("Flags", "TF32 STRICT_NANS REFIT STRIP_PLAN VERSION_COMPATIBLE")
+Flags = enum.IntEnum(
+    "Flags", "TF32 STRICT_NANS REFIT REFIT_IDENTICAL STRIP_PLAN VERSION_COMPATIBLE"
+)
 Levels = enum.IntEnum("Levels", "NONE AMPERE_PLUS SAME_COMPUTE_CAPABILITY")
 Types = enum.IntEnum("Types", "FLOAT HALF BF16 INT64")
 _TYPES = {"FLOAT": "FLOAT", "FLOAT16": "HALF", "BFLOAT16": "BF16", "INT64": "INT64"}
@@ -133,11 +138,14 @@ class Builder:
             self.log.log(Severity.ERROR, "Unable to load library: libnvinfer_lean.so.11: no file")
             return None
         monitor.phase_finish("Building engine")
-        return b"a plan of the stand-in\n" + json.dumps(network.ports).encode()
+        if "STRIP_PLAN" in config.flags and not {"REFIT", "REFIT_IDENTICAL"} & config.flags:
+            raise AssertionError("STRIP_PLAN without a way of refitting")
+        return plan_of(network.model, config.profiles, "STRIP_PLAN" in config.flags)
 
 
 class Network:
     def __init__(self) -> None:
+        self.model: Any = None
         self.layers: list[Any] = []
         self.ports: dict[str, list[Any]] = {"input": [], "output": []}
 
@@ -180,7 +188,7 @@ class OnnxParser:
             return False
         if _fails("parser, no word"):
             return False
-        model = ir.load(path)
+        self.network.model = model = ir.load(path)
         for kind, values in (("input", model.graph.inputs), ("output", model.graph.outputs)):
             for value in values:
                 shape = [dim if isinstance(dim, int) else -1 for dim in value.shape or ()]
@@ -213,24 +221,26 @@ class Config:
     progress_monitor: Any = None
 
     def __init__(self) -> None:
-        self.profiles = 0
+        self.profiles: list[Any] = []
+        self.flags: set[str] = set()
         self.cache: Any = None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name not in ("profiles", "cache", "progress_monitor"):
+        if name not in ("profiles", "flags", "cache", "progress_monitor"):
             _record(name, getattr(value, "name", value))
         object.__setattr__(self, name, value)
 
     def set_flag(self, flag: Any) -> None:
         _record("set_flag", flag.name)
+        self.flags.add(flag.name)
 
     def clear_flag(self, flag: Any) -> None:
         _record("clear_flag", flag.name)
 
     def add_optimization_profile(self, profile: Profile) -> int:
         _record("add_optimization_profile", profile.shapes)
-        self.profiles += 1
-        return self.profiles - 1
+        self.profiles.append(profile.shapes)
+        return len(self.profiles) - 1
 
     def create_timing_cache(self, data: bytes) -> Any:
         _record("create_timing_cache", len(data))

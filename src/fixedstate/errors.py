@@ -9,6 +9,7 @@
     ├── ParityError         numbers differ between two back ends by more than the tolerance
     ├── BackendError        a back end cannot do what was asked (provider, version, dtype)
     ├── CapacityError       a request does not fit; raised before its first pass
+    │   └── BusyError       it would fit, but a server has no place for it now
     ├── DecodeError         decoding cannot go on (a policy that leaves slots open)
     ├── StateError          a saved state is missing, damaged, newer or of another model
     └── CalibrationError    ranges, plans or quantised graphs cannot be made or trusted; has a code
@@ -60,6 +61,10 @@ class BackendError(FixedStateError):
 
 class CapacityError(FixedStateError):
     """A request does not fit the state buffers or the context limit; nothing was run."""
+
+
+class BusyError(CapacityError):
+    """Nothing is wrong with a request, but too many wait already or the server ends: ask later."""
 
 
 class DecodeError(FixedStateError):

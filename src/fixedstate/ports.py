@@ -24,6 +24,7 @@ DTYPES: dict[str, int] = {
     "float32": 4,
     "float16": 2,
     "bfloat16": 2,
+    "float8_e4m3fn": 1,
     "int8": 1,
     "uint8": 1,
     "int64": 8,
@@ -31,18 +32,22 @@ DTYPES: dict[str, int] = {
 }
 """Every dtype a port may have, with its bytes per element."""
 
+_BITS = {"bfloat16": "uint16", "float8_e4m3fn": "uint8"}
+
 SYMBOLS = ("B", "n", "m", "C", "T", "R")
 _DIM = re.compile(r"^(\d+)?([BnmCTR])$")
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """The numpy dtype a port's buffer has; bfloat16 is kept as uint16, which numpy has.
+    """The numpy dtype of a port's buffer: the same bits where numpy has no such float.
+
+    bfloat16 is kept as uint16, float8_e4m3fn as uint8.
 
     Raises:
         SpecError: for a dtype no port may have.
     """
     check_dtype(name)
-    return np.dtype(np.uint16 if name == "bfloat16" else name)
+    return np.dtype(_BITS.get(name, name))
 
 
 def check_dtype(name: str) -> None:

@@ -5,6 +5,7 @@ The exporter, the runtime, the engine builder and the Triton generator agree on 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +29,10 @@ TOP_K = 8
 """Tokens that a ``top_k`` head gives, unless an export says otherwise."""
 
 _PREFIXES = {"committed": ("past_", "present_"), "step": ("step_in_", "step_out_")}
-_KINDS = ("conv", "ssm", "norm", "key", "value", "soft_embedding")
+_CACHE_KINDS = tuple(
+    f"{kind}{part}" for kind in ("key", "value") for part in ("", "_scale", "_recent")
+)
+_KINDS = ("conv", "ssm", "ssm_scale", "norm", *_CACHE_KINDS, "soft_embedding")
 _UPDATES = ("swap", "append")
 
 PRECISIONS = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
@@ -36,18 +40,120 @@ PRECISIONS = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 _SHORT = {dtype: name for name, dtype in PRECISIONS.items()}
 
+STATE_DTYPES = {
+    "float32": "float32",
+    "float16": "float16",
+    "bfloat16": "bfloat16",
+    "int8row": "int8",
+}
+"""Dtype in which each format stores a scan state. ``int8row`` has float32 scales in a port beside
+it: one for every row of d_state values (of a head and channel)."""
+
+KV_DTYPES = {
+    "float32": "float32",
+    "float16": "float16",
+    "bfloat16": "bfloat16",
+    "int8": "int8",
+    "float8_e4m3fn": "float8_e4m3fn",
+    "kivi4": "uint8",
+    "kivi2": "uint8",
+}
+"""Dtype in which each format stores keys and values; see :class:`KvFormat`."""
+
+KV_RECENT = 2
+"""Blocks that ``kivi4`` and ``kivi2`` also keep in full precision, unless they say otherwise."""
+
+_KIVI = re.compile(r"kivi([24])(?:r(\d{1,3}))?")
+_VALUE_GROUP = 32  # channels of a value that share a scale, where heads are a multiple of it
+
+
+@dataclass(frozen=True, slots=True)
+class KvFormat:
+    """How keys and values are stored; :meth:`named` reads ``int8``, ``kivi4`` or ``kivi4r1``.
+
+    ``int8`` and ``float8_e4m3fn`` have one float32 scale per token and head in a port beside them.
+    ``kivi4`` and ``kivi2`` are packed whole numbers of 4 and 2 bits between a minimum and a
+    maximum: of a channel over one block of tokens for keys, of a token over some channels for
+    values. ``kivi4rN`` keeps the newest N blocks in float too, which attention reads in their
+    place; N is :data:`KV_RECENT` where it is not given.
+
+    Source of ``kivi``: KIVI (arXiv 2402.02750), with groups of one block.
+
+    Attributes:
+        name: A key of :data:`KV_DTYPES`.
+        bits: Of a packed number; 0 where nothing is packed.
+        recent: Blocks that are kept in float too.
+    """
+
+    name: str
+    bits: int = 0
+    recent: int = 0
+
+    @classmethod
+    def named(cls, name: str) -> KvFormat:
+        """The format of that name.
+
+        Raises:
+            SpecError: for a name that is none.
+        """
+        match = _KIVI.fullmatch(name)
+        if match:
+            recent = KV_RECENT if match[2] is None else int(match[2])
+            return cls(f"kivi{match[1]}", int(match[1]), recent)
+        if name not in KV_DTYPES:
+            raise SpecError(
+                f"kv format {name!r} is unknown; use one of {', '.join(KV_DTYPES)} (or kivi4rN, "
+                "kivi2rN with N blocks kept in float)"
+            )
+        return cls(name)
+
+    @property
+    def dtype(self) -> str:
+        """Of the port."""
+        return KV_DTYPES[self.name]
+
+    @property
+    def quantised(self) -> bool:
+        """Whether numbers and scales are stored rather than the floats themselves."""
+        return self.name not in _SHORT
+
+    def value_group(self, head_dim: int) -> int:
+        """Channels of a value that share scale and minimum."""
+        return head_dim if head_dim % _VALUE_GROUP else _VALUE_GROUP
+
+    def scale_width(self, kind: str, head_dim: int, block_len: int) -> int:
+        """Last dimension of the scale port of ``key`` or ``value``.
+
+        A block's scales and minima, two per channel, are spread over the rows of its tokens, so
+        that they are appended as the tokens are.
+        """
+        if not self.bits:
+            return 1
+        if kind == "key":
+            return -(-2 * head_dim // block_len)
+        return 2 * (head_dim // self.value_group(head_dim))
+
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """Dtypes of a bundle: ``io`` for activations, ``state`` for scan state, ``kv`` for keys."""
+    """Dtypes of a bundle: ``io`` for activations, ``state`` for scan state, ``kv`` for keys.
+
+    ``kv`` is the name of a :class:`KvFormat`. ``state`` is one of :data:`STATE_DTYPES`; sums and
+    mixtures that are carried beside a scan state (``norm_state``, ``soft_embedding``) are float32
+    whatever it is.
+    """
 
     io: str = "float32"
     state: str = "float32"
     kv: str = "float32"
 
     def __post_init__(self) -> None:
-        for name in (self.io, self.state, self.kv):
-            check_dtype(name)
+        check_dtype(self.io)
+        KvFormat.named(self.kv)
+        if self.state not in STATE_DTYPES:
+            raise SpecError(
+                f"state format {self.state!r} is unknown; use one of {', '.join(STATE_DTYPES)}"
+            )
         if self.io not in _SHORT:
             raise SpecError(f"io dtype {self.io!r} is none of {', '.join(_SHORT)}")
 
@@ -63,6 +169,24 @@ class Precision:
     def name(self) -> str:
         """Short name of the io dtype: fp32, fp16 or bf16."""
         return _SHORT[self.io]
+
+    @property
+    def names(self) -> tuple[str, str, str]:
+        """What io, state and kv are kept in: ``fp32``, ``int8row states``, ``kivi4 keys``."""
+        form = KvFormat.named(self.kv)
+        state, kv = (_SHORT.get(name, name) for name in (self.state, form.name))
+        return (
+            self.name,
+            state if state == "fp32" else f"{state} states",
+            f"{kv} keys" if form.quantised else kv,
+        )
+
+    def __str__(self) -> str:
+        """For a report: ``fp32``, or ``fp32 with int8row states``."""
+        _, state, kv = self.names
+        beside = [state] if state != "fp32" else []
+        beside += [f"{self.kv} keys and values"] if kv != self.name else []
+        return f"{self.name} with {' and '.join(beside)}" if beside else self.name
 
     def to_dict(self) -> dict[str, str]:
         """A JSON-ready mapping; the inverse of :meth:`from_dict`."""
@@ -82,7 +206,9 @@ class StatePort:
     Attributes:
         layer: Index of the LayerSpec that owns it.
         kind: ``conv``, ``ssm``, ``norm`` (of linear attention), ``key``, ``value``, or
-            ``soft_embedding`` (of self-conditioning).
+            ``soft_embedding`` (of self-conditioning); scales of a port of some kind are of that
+            kind with ``_scale`` behind it, newest tokens that are kept in float too with
+            ``_recent``.
         past: The port it enters by.
         present: The port it leaves by.
         update: ``swap`` (two buffers trade places) or ``append`` (new columns only).
@@ -158,10 +284,11 @@ class StateSpec:
         precision = precision or Precision()
         ports: list[StatePort] = []
         if spec.objective != "full":
+            _check_kv(spec, precision)
             for index in range(len(spec.layers)):
                 ports += _layer_ports(spec, index, precision)
             if spec.self_conditioning_width:
-                ports.append(_soft_embedding(spec, precision))
+                ports.append(_soft_embedding(spec))
         return cls(tuple(ports))
 
     def layer(self, index: int) -> dict[str, StatePort]:
@@ -192,6 +319,11 @@ class StateSpec:
         """Bytes of the constant-size state of that many rows (one buffer of each pair)."""
         return sum(port.nbytes(rows) for port in self.swapped)
 
+    @property
+    def whole_blocks(self) -> bool:
+        """Whether only whole blocks can be committed: keys share scales with their block."""
+        return any(port.kind == "key" and port.past.dtype == "uint8" for port in self.appended)
+
     def kv_bytes_per_token(self) -> int:
         """Bytes that one committed token adds per row to keys and values."""
         return sum(port.nbytes(1, 1) for port in self.appended)
@@ -215,24 +347,12 @@ def _layer_ports(spec: ModelSpec, index: int, precision: Precision) -> list[Stat
         linear = layer.linear_attention
         sums: tuple[Dim, ...] = ("B", linear.kv_heads, linear.head_dim)
         both = (*sums, linear.head_dim)
-        made = [_pair(index, "ssm", "ssm_state", precision.state, both, both, "swap")]
+        made = _scan_state(index, precision.state, both)
         if linear.normalised:
-            made.append(_pair(index, "norm", "norm_state", precision.state, sums, sums, "swap"))
+            made.append(_pair(index, "norm", "norm_state", "float32", sums, sums, "swap"))
         return made
     if layer.mixer == "attention":
-        sizes = layer.attention
-        lead: tuple[Dim, ...] = ("B", sizes.kv_heads)
-        if sizes.window is None:
-            past: tuple[Dim, ...] = (*lead, "C", sizes.head_dim)
-            present: tuple[Dim, ...] = (*lead, f"{spec.block_len}n", sizes.head_dim)
-            update = "append"
-        else:
-            past = present = (*lead, sizes.sinks + sizes.window, sizes.head_dim)
-            update = "swap"
-        return [
-            _pair(index, kind, kind, precision.kv, past, present, update)
-            for kind in ("key", "value")
-        ]
+        return _cache_ports(spec, index, precision)
     ports = []
     if layer.mixer == "mamba2":
         two = layer.mamba2
@@ -245,16 +365,76 @@ def _layer_ports(spec: ModelSpec, index: int, precision: Precision) -> list[Stat
     if taps > 1:
         conv: tuple[Dim, ...] = ("B", conv_dim, taps - 1)
         ports.append(_pair(index, "conv", "conv_state", precision.io, conv, conv, "swap"))
-    ports.append(_pair(index, "ssm", "ssm_state", precision.state, ssm, ssm, "swap"))
+    return ports + _scan_state(index, precision.state, ssm)
+
+
+def _cache_ports(spec: ModelSpec, index: int, precision: Precision) -> list[StatePort]:
+    """Keys and values of one layer, each with what its format stores beside it."""
+    sizes, form = spec.layers[index].attention, KvFormat.named(precision.kv)
+    lead: tuple[Dim, ...] = ("B", sizes.kv_heads)
+    update = "append" if sizes.window is None else "swap"
+    columns: tuple[Dim, Dim] = ("C", f"{spec.block_len}n")
+    if sizes.window is not None:
+        columns = (sizes.sinks + sizes.window,) * 2
+        if form.bits:  # a window moves by what is committed, and blocks would share no scales
+            form = KvFormat.named(precision.io)
+    width = sizes.head_dim * form.bits // 8 if form.bits else sizes.head_dim
+    ports = []
+    for kind in ("key", "value"):
+        past, present = ((*lead, column, width) for column in columns)
+        ports.append(_pair(index, kind, kind, form.dtype, past, present, update))
+        if not form.quantised:
+            continue
+        scales = form.scale_width(kind, sizes.head_dim, spec.block_len)
+        past, present = ((*lead, column, scales) for column in columns)
+        dtype = "float16" if form.bits else "float32"
+        name = f"{kind}_scale"
+        ports.append(_pair(index, name, name, dtype, past, present, update))
+        if form.recent:
+            name, kept = f"{kind}_recent", form.recent * spec.block_len
+            whole = (*lead, kept, sizes.head_dim)
+            ports.append(_pair(index, name, name, precision.io, whole, whole, "swap"))
     return ports
 
 
-def _soft_embedding(spec: ModelSpec, precision: Precision) -> StatePort:
+def _check_kv(spec: ModelSpec, precision: Precision) -> None:
+    """Refuse a packed format that the model's heads or layers do not allow.
+
+    Raises:
+        SpecError: naming the layer.
+    """
+    form = KvFormat.named(precision.kv)
+    looking = [index for index, layer in enumerate(spec.layers) if layer.mixer == "attention"]
+    whole = [index for index in looking if spec.layers[index].attention.window is None]
+    if not form.bits or not looking:
+        return
+    if not whole:
+        raise SpecError(
+            f"kv format {precision.kv!r} is for attention over the whole prefix, and every "
+            "attention layer of this model has a window: use int8 or float8_e4m3fn"
+        )
+    for index in whole:
+        sizes = spec.layers[index].attention
+        if sizes.head_dim * form.bits % 8:
+            raise SpecError(
+                f"kv format {precision.kv!r} packs {8 // form.bits} channels in a byte, and layer "
+                f"{index} has heads of {sizes.head_dim}: use int8"
+            )
+
+
+def _scan_state(index: int, form: str, shape: tuple[Dim, ...]) -> list[StatePort]:
+    """A scan state in a format of :data:`STATE_DTYPES`, and its scales where it has any."""
+    made = [_pair(index, "ssm", "ssm_state", STATE_DTYPES[form], shape, shape, "swap")]
+    if form == "int8row":
+        scales = (*shape[:-2], 1, shape[-1])
+        made.append(_pair(index, "ssm_scale", "ssm_state_scale", "float32", scales, scales, "swap"))
+    return made
+
+
+def _soft_embedding(spec: ModelSpec) -> StatePort:
     """What the pass before predicted, as a mixture of embeddings per slot; zero at first."""
     shape: tuple[Dim, ...] = ("B", spec.block_len, spec.width)
-    return _pair(
-        0, "soft_embedding", "soft_embedding", precision.state, shape, shape, "swap", "step"
-    )
+    return _pair(0, "soft_embedding", "soft_embedding", "float32", shape, shape, "swap", "step")
 
 
 def _pair(

@@ -108,7 +108,7 @@ def test_QU_12_four_bits_are_stored_in_four() -> None:
     for name, share in (("int4:32", 5.0 / 32), ("int4:128", 4.25 / 32)):
         assert FORMATS[name].nbytes(1024, 512) == 1024 * 512 * 4 * share
     assert NVFP4.nbytes(1024, 512) == 1024 * 512 // 2 + 64 * 512 + 4
-    assert MXFP8.nbytes(1024, 512) == 1024 * 512 + 32 * 512
+    assert MXFP8.nbytes(1024, 512) == 1024 * 512 + 4 * 32 * 512
     assert quantize(np.ones((64, 4), np.float32), INT4_32).nbytes == 64 * 4 // 2 + 2 * 4 * 4
 
 

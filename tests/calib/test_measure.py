@@ -11,9 +11,10 @@ import pytest
 
 from fixedstate.bundle import Bundle
 from fixedstate.calib.data import Record
-from fixedstate.calib.measure import Tokens, compare, log_softmax, state_error
+from fixedstate.calib.measure import Tokens, compare, state_error
 from fixedstate.calib.table import Policy
 from fixedstate.errors import CalibrationError
+from fixedstate.runtime.compare import log_softmax
 from fixedstate.runtime.decoder import open_engine
 
 POLICY = Policy(masks=(1.0, 0.5), blocks=4)

@@ -48,7 +48,7 @@ class Outcome:
         return self.err.splitlines()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def run():
     """Run the command line in this process: `run("inspect", folder, "--json")`."""
 

@@ -51,17 +51,17 @@ def assert_one_line(done, *, words: str, code: int | None = None) -> None:
     assert words in done.lines[0]
 
 
-@pytest.mark.parametrize("verb", ["generate", "chat", "inspect", "check"])
+@pytest.mark.parametrize("verb", ["generate", "chat", "serve", "inspect", "check"])
 @pytest.mark.parametrize("fault", BAD_BUNDLES)
 def test_CL_01_failing_bundle_exits_nonzero(run, bundle, verb, fault):
     """A script that goes on with a damaged bundle decodes nonsense."""
     damage, words = BAD_BUNDLES[fault]
     damage(bundle)
-    options = ["--prompt-ids", "1"] if verb == "generate" else []
+    options = {"generate": ["--prompt-ids", "1"], "serve": ["--port", "0"]}.get(verb, [])
     assert_one_line(run(verb, bundle, *options), words=words, code=1)
 
 
-@pytest.mark.parametrize("verb", ["generate", "chat", "inspect", "check"])
+@pytest.mark.parametrize("verb", ["generate", "chat", "serve", "inspect", "check"])
 @pytest.mark.parametrize("what", ["absent", "file", "empty-folder"])
 def test_CL_01_no_bundle_exits_nonzero(run, tmp_path, verb, what):
     path = tmp_path / what
@@ -69,7 +69,7 @@ def test_CL_01_no_bundle_exits_nonzero(run, tmp_path, verb, what):
         path.write_text("x")
     if what == "empty-folder":
         path.mkdir()
-    options = ["--prompt-ids", "1"] if verb == "generate" else []
+    options = {"generate": ["--prompt-ids", "1"], "serve": ["--port", "0"]}.get(verb, [])
     assert_one_line(run(verb, path, *options), words=str(path), code=1)
 
 
@@ -103,6 +103,22 @@ BAD_OPTIONS = {
     "chat-turn": (("chat", "b", "--turn", "x"), "{text}"),
     "chat-seed": (("chat", "b", "--seed=-1"), "--seed"),
     "chat-two": (("chat", "b", "c"), "c"),
+    "serve-nothing": (("serve",), "BUNDLE"),
+    "serve-both": (("serve", "b", "--triton", "h:1"), "one of them"),
+    "serve-triton-slots": (("serve", "--triton", "h:1", "--slots", "16"), "--slots"),
+    "serve-triton-address": (("serve", "--triton", "h", "--port", "0"), "host:port"),
+    "serve-host": (("serve", "b", "--host", "no.such.host.invalid", "--port", "0"), "no address"),
+    "serve-port": (("serve", "b", "--port", "70000"), "--port"),
+    "serve-slots": (("serve", "b", "--slots", "0"), "--slots"),
+    "serve-queue": (("serve", "b", "--queue=-1"), "--queue"),
+    "serve-body": (("serve", "b", "--max-body-bytes", "0"), "--max-body-bytes"),
+    "serve-drain": (("serve", "b", "--drain-seconds", "nan"), "--drain-seconds"),
+    "serve-turn": (("serve", "b", "--turn", "x"), "{text}"),
+    "serve-trace-head": (("serve", "b", "--trace", "t", "--head", "entropy"), "--head entropy"),
+    "generate-trace-head": (
+        ("generate", "b", "--prompt", "", "--profile-json", "t", "--head", "top_k"),
+        "--head top_k",
+    ),
     "export-no-output": (("export", "tiny-mamba"), "--output"),
     "export-block-len": (("export", "c", "-o", "x", "--block-len", "0"), "--block-len"),
     "export-mask-id": (("export", "c", "-o", "x", "--mask-id=-1"), "--mask-id"),
@@ -114,6 +130,84 @@ BAD_OPTIONS = {
     "prefix-no-text": (("prefix", "make", "b", "-o", "x"), "--text or --ids"),
     "prefix-ids": (("prefix", "make", "b", "-o", "x", "--ids", "1,x"), "'x' is not a token id"),
     "prefix-no-such": (("prefix", "unmake", "b"), "unmake"),
+    "calibrate-nothing": (("calibrate",), "Missing command"),
+    "calibrate-no-such": (("calibrate", "guess", "b"), "guess"),
+    "calibrate-data-no-text": (("calibrate", "data", "b", "-o", "x"), "--text or --samples"),
+    "calibrate-data-no-output": (("calibrate", "data", "b", "--text", "-"), "--output"),
+    "calibrate-data-tokens": (("calibrate", "data", "b", "-o", "x", "--tokens", "0"), "--tokens"),
+    "calibrate-collect-no-data": (("calibrate", "collect", "b", "-o", "x"), "--data"),
+    **{
+        f"calibrate-collect-masks-{value}": (
+            ("calibrate", "collect", "b", "--data", "d", "-o", "x", "--masks", value),
+            value or "''",
+        )
+        for value in ("", "0", "1.5", "nan", "1,1", "a")
+    },
+    "calibrate-collect-batch": (
+        ("calibrate", "collect", "b", "--data", "d", "-o", "x", "--batch", "0"),
+        "--batch",
+    ),
+    "calibrate-merge-one": (("calibrate", "merge", "t", "-o", "x"), "two tables"),
+    "calibrate-score-kinds": (
+        ("calibrate", "score", "b", "--data", "d", "--table", "t", "-o", "x", "--kinds", "scan"),
+        "'scan' is unknown",
+    ),
+    "calibrate-plan-neither": (
+        ("calibrate", "plan", "b", "--table", "t", "-o", "x"),
+        "--format or --scores",
+    ),
+    "calibrate-plan-both": (
+        ("calibrate", "plan", "b", "--table", "t", "-o", "x", "--format", "int8", "--max-kl", "1"),
+        "bound a search",
+    ),
+    "calibrate-plan-no-bound": (
+        ("calibrate", "plan", "b", "--table", "t", "-o", "x", "--scores", "s"),
+        "--max-kl or --max-bytes",
+    ),
+    "calibrate-plan-no-data": (
+        ("calibrate", "plan", "b", "--table", "t", "-o", "x", "--scores", "s", "--max-kl", "1"),
+        "give --data",
+    ),
+    "calibrate-plan-pin": (
+        ("calibrate", "plan", "b", "--table", "t", "-o", "x", "--format", "int8", "--pin", "head"),
+        "'head' is not GLOB=FORMAT",
+    ),
+    "calibrate-apply-gate": (
+        ("calibrate", "apply", "b", "--plan", "p", "--table", "t", "--data", "d", "-o", "x")
+        + ("--min-agree", "2"),
+        "between 0 and 1",
+    ),
+    "calibrate-report-state": (
+        ("calibrate", "report", "b", "q", "--data", "d", "--state", "fp16"),
+        "--long",
+    ),
+    "calibrate-report-plot": (
+        ("calibrate", "report", "b", "q", "--data", "d", "--plot", "x.gif"),
+        "x.gif",
+    ),
+    "calibrate-auto-both": (
+        ("calibrate", "auto", "b", "--data", "d", "-o", "x", "--format", "int8")
+        + ("--max-bytes", "9"),
+        "leave --format out",
+    ),
+    "calibrate-auto-kl": (
+        ("calibrate", "auto", "b", "--data", "d", "-o", "x", "--max-kl", "nan"),
+        "nan",
+    ),
+    "triton-nothing": (("triton",), "BUNDLE"),
+    "triton-no-output": (("triton", "b"), "--output"),
+    "triton-slots": (("triton", "b", "-o", "x", "--slots", "0"), "--slots"),
+    "triton-queue": (("triton", "b", "-o", "x", "--queue=-1"), "--queue"),
+    "triton-prompt": (("triton", "b", "-o", "x", "--max-prompt-tokens", "0"), "--max-prompt"),
+    "triton-name": (("triton", "b", "-o", "x", "--name", "../x"), "model name"),
+    "triton-version": (("triton", "b", "-o", "x", "--target-version", "21.12"), "24.10"),
+    "client-nothing": (("client",), "HOST:PORT"),
+    "client-no-prompt": (("client", "h:1"), "one of them"),
+    "client-two-prompts": (("client", "h:1", "--prompt", "", "--prompt-ids", "1"), "one of them"),
+    "client-url": (("client", "http://h:1", "--prompt", ""), "gRPC port"),
+    "client-deadline": (("client", "h:1", "--prompt", "", "--deadline", "nan"), "nan"),
+    "client-ids": (("client", "h:1", "--prompt-ids", "1,x"), "'x' is not a token id"),
+    "client-seed": (("client", "h:1", "--prompt", "", "--seed=-1"), "--seed"),
     "replay-nothing": (("replay",), "DIR"),
     "replay-two": (("replay", "a", "b"), "b"),
     "replay-from-block": (("replay", "a", "--from-block=-1"), "--from-block"),
@@ -154,7 +248,7 @@ def test_CL_01_wrong_option_exits_with_2(run, tmp_path, monkeypatch, name):
 
 def test_CL_01_every_verb_is_tried_with_five_bad_inputs():
     """A new verb has to bring its own bad inputs."""
-    bundles = {verb: len(BAD_BUNDLES) for verb in ("generate", "chat", "inspect", "check")}
+    bundles = {verb: len(BAD_BUNDLES) for verb in ("generate", "chat", "serve", "inspect", "check")}
     for verb in VERBS:
         tried = sum(name.startswith(verb) for name in BAD_OPTIONS) + bundles.get(verb, 0)
         assert tried >= 5, verb
@@ -370,6 +464,34 @@ def test_CL_04_missing_folder_of_answers(run, bundle, scripted, tmp_path):
     assert "loads" not in scripted
 
 
+def test_CL_04_missing_token_file(run, bundle, scripted, tmp_path):
+    """A server that asked for no token after all would be open to everybody."""
+    done = run("serve", bundle, "--port", "0", "--token-file", tmp_path / "absent")
+    assert_one_line(done, words="absent cannot be read", code=2)
+    assert "loads" not in scripted
+
+
+@pytest.mark.parametrize("content", [b"", b" \n", b"two words", b"\xff", "schl\u00fcssel".encode()])
+def test_CL_04_token_file_that_holds_no_token(run, bundle, scripted, tmp_path, content):
+    (tmp_path / "token").write_bytes(content)
+    done = run("serve", bundle, "--port", "0", "--token-file", tmp_path / "token")
+    assert_one_line(done, words="token", code=2)
+    assert "loads" not in scripted
+
+
+@pytest.mark.parametrize("verb", [("generate", "--prompt-ids", "1"), ("serve", "--port", "0")])
+@pytest.mark.parametrize("option", ["--trace", "--profile-json"])
+def test_CL_04_missing_folder_of_a_trace(run, bundle, scripted, tmp_path, verb, option):
+    """Found before the bundle is loaded, not after an hour of serving; as is a file there."""
+    name, *options = verb
+    done = run(name, bundle, *options, option, tmp_path / "absent" / "out")
+    assert_one_line(done, words="absent is not a folder", code=2)
+    (tmp_path / "there").touch()
+    done = run(name, bundle, *options, option, tmp_path / "there")
+    assert_one_line(done, words="--force", code=2)
+    assert "loads" not in scripted
+
+
 @pytest.fixture
 def no_build(monkeypatch):
     """No builder may be called: refused requests never come so far."""
@@ -388,6 +510,23 @@ def test_CL_04_missing_folder_of_an_engine(run, bundle, tmp_path, no_build):
     out = tmp_path / "absent" / "out"
     done = run("build", bundle, "--target", "tensorrt-rtx", "-o", out)
     assert_one_line(done, words="absent is not a folder", code=2)
+
+
+def test_CL_04_missing_bundle_of_a_repository(run, tmp_path):
+    done = run("triton", tmp_path / "absent", "-o", tmp_path / "out")
+    assert_one_line(done, words="absent", code=1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_CL_04_missing_folder_of_a_repository(run, bundle, tmp_path):
+    done = run("triton", bundle, "-o", tmp_path / "absent" / "out")
+    assert_one_line(done, words="absent is not a folder", code=2)
+
+
+def test_CL_04_missing_prompt_file_of_the_client(run, tmp_path):
+    """Found before anybody is asked."""
+    done = run("client", "localhost:1", "--prompt-file", tmp_path / "absent.txt")
+    assert_one_line(done, words="absent.txt", code=2)
 
 
 def test_CL_04_missing_engine_of_check(run, bundle, laws, tmp_path):
@@ -415,11 +554,16 @@ def test_CL_04_every_path_option_has_a_test():
         ("generate", "prompts_file"),
         ("generate", "output"),
         ("chat", "bundle"),
+        ("serve", "bundle"),
+        ("serve", "token_file"),
         ("inspect", "bundle"),
         ("check", "bundle"),
         ("check", "checkpoint"),
         ("build", "bundle"),
         ("build", "output"),
+        ("triton", "bundle"),
+        ("triton", "output"),
+        ("client", "prompt_file"),
     }
 
 

@@ -171,7 +171,7 @@ OTHERS = {
     "it takes too long",
     "an edited plan",
     "another version, system or card",
-    "a plan without weights",
+    "plans without weights, nothing beside them",
     "another graph",
 }
 """Rows that tests of their own compare."""
@@ -316,14 +316,17 @@ def test_another_version_card_and_system(folder: EngineFolder) -> None:
     assert_documented("another version, system or card", folder.refusal(newer) or "")
 
 
-def test_a_plan_without_weights(folder: EngineFolder) -> None:
-    """Where all else fits, since nothing would say that its passes compute with no weights."""
+def test_plans_without_weights(folder: EngineFolder) -> None:
+    """Where all else fits, since nothing would say that its passes compute with no weights.
+
+    An engine whose folder holds them is refitted: tests/export/test_refit.py.
+    """
     identity = folder.identity
     here = Here(identity.product, identity.version, identity.os, (Card("8.9"),))
     assert folder.refusal(here) is None
     stripped = replace(identity, flags={**identity.flags, "STRIP_PLAN": True})
     text = replace(folder, identity=stripped).refusal(here)
-    assert_documented("a plan without weights", text or "")
+    assert_documented("plans without weights, nothing beside them", text or "")
 
 
 def test_another_graph(folder: EngineFolder) -> None:

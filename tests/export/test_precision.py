@@ -23,7 +23,7 @@ from sample_models import ATTENTION, MAMBA, SELECTIVE, attention_layer, mamba_la
 
 from fixedstate.bundle import WEIGHTS, Bundle, DecodeDefaults, Graph, Source
 from fixedstate.errors import BackendError, ParityError, UsageError
-from fixedstate.export import precisioncheck
+from fixedstate.export import precisioncheck, weightfile
 from fixedstate.export import precisionfiles as module
 from fixedstate.export.denoiser import Denoiser
 from fixedstate.export.passes import is_weight
@@ -490,7 +490,7 @@ def test_a_weight_that_does_not_fit_is_refused_by_name(tmp_path, monkeypatch):
 def test_weights_are_the_same_in_pieces_of_any_size(plain, converted, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_PIECE", 77)
     said: list[str] = []
-    monkeypatch.setattr(module, "_TELL", 1000)
+    monkeypatch.setattr(weightfile, "_TELL", 1000)
     again = convert_bundle(plain("F3"), "bf16", tmp_path, progress=said.append)
     assert again.weights == converted("F3", "bf16").weights
     assert again.digest == converted("F3", "bf16").digest

@@ -300,6 +300,13 @@ def test_default_roles_are_those_decoding_opens(made) -> None:
     pair = made("F3", roles=("denoise", "commit"))
     assert list(planned(pair).roles) == ["denoise", "commit"]
     assert list(planned(made("full")).roles) == ["full"]
+    whole = planned(made("full"))
+    assert whole.notes == ()
+    assert whole.request.capacity == Range(8, 1024, 4096)  # a block of it has 8
+    asked = planned(made("full"), capacity=Range(256, 1024, 4096))
+    (told,) = asked.notes
+    assert told.startswith("sequences of fewer than 256 tokens will be refused: give --capacity")
+    assert planned(made("full"), capacity=Range(8, 64, 64)).notes == ()
 
 
 def test_a_copy_for_the_target_is_taken(made) -> None:
@@ -541,6 +548,17 @@ def test_sizes_that_a_graph_does_not_tell(made) -> None:
     wrong = replace(node, shapes=(("B", "unk__1", 32), *shapes[1:]))
     with pytest.raises(BackendError, match="C is 16 in input 'weight' and 32 in an earlier one"):
         planned(made("F2"), replace(NOTHING, nodes=(wrong,)), **asked)
+
+
+def test_what_is_stored_in_fewer_bits_is_built_as_it_is(made) -> None:
+    bundle = made("F3")
+    precision = Precision(state="int8row", kv="kivi4")
+    stored = replace(bundle, precision=precision, state=StateSpec.of(bundle.spec, precision))
+    with pytest.raises(BackendError, match="int8row states .* cannot be built as fp16"):
+        planned(stored, precision="fp16")
+    assert planned(stored, precision="fp32").precision == precision
+    with pytest.raises(UsageError, match="are multiples of 8: give such"):
+        planned(stored, precision="fp32", capacity=Range(12, 16, 64))
 
 
 def test_what_a_graph_has_wrong_is_refused(made) -> None:

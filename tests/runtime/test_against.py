@@ -475,12 +475,6 @@ def test_bundles_of_other_checkpoints_are_refused(toy):
     assert "neither says" in against.other_bundle(toy, replace(toy, weights="0" * 64))
 
 
-def test_models_without_state_are_refused(toy):
-    whole = replace(toy, spec=replace(toy.spec, objective="full"))
-    with pytest.raises(UsageError, match="objective 'full'"):
-        against.require_same_model(whole, whole)
-
-
 def test_engines_that_cannot_denoise_are_refused(toy, on_stand_in, tmp_path):
     folder = stand_in.write_stand_in_engine(tmp_path / "e", toy, ("commit",))
     with pytest.raises(UsageError, match="none of which denoises"):

@@ -59,6 +59,24 @@ def test_swap_and_append():
     assert rows[2]["value_000"][0, :, 0].tolist() == [5] * 16
 
 
+@pytest.mark.parametrize("leave", ["reset", "move", "write"])
+def test_what_was_no_number_is_gone_with_its_request(leave):
+    """A weight of 0 does not keep NaN in unused columns from the row that comes next."""
+    made = buffers()
+    commit(made, [16, 8, 0], 5)
+    for port in STATE.appended:
+        made.past(port, 0, 3)[0, :, 8:16] = np.nan
+    if leave == "reset":
+        made.reset(0)
+    elif leave == "move":
+        made.move(1, 0)
+    else:
+        made.write(0, made.read(1), 8)
+    for port in STATE.appended:
+        assert (made.past(port, 0, 3)[0, :, made.past_length[0] :] == 0).all()
+    assert (made.read(1)["key_000"] == 5).all()
+
+
 @given(st.lists(st.lists(st.booleans(), min_size=1, max_size=4), max_size=12), st.data())
 def test_rows_keep_their_state_whatever_runs(steps, data):
     """Any mix of batch sizes, moves and resets: each row holds what it was last given."""

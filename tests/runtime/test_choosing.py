@@ -138,6 +138,16 @@ def test_SE_07_temperature_0_is_argmax(spec):
     assert len(texts) == 1
 
 
+@pytest.mark.parametrize("temperature", [1e30, 1e38, 1e100, 1.7e308])
+def test_SE_07_huge_temperatures_choose_any_token_but_the_mask(temperature):
+    """1 / temperature is 0 in float32 there, and 0 times the mask's -inf is no number."""
+    for u, token in ((0.001, 0), (0.26, 1), (0.51, 2), (0.999, 3)):
+        found = score([[1.0, 90.0, -90.0, 50.0, 99.0]] * 4, temperature, u)
+        assert found.finite.all()
+        assert (found.tokens == token).all()
+        np.testing.assert_allclose(found.confidence, 1 / 4, rtol=1e-6)
+
+
 @pytest.mark.parametrize("temperature", [-1, -1e-9, float("nan"), float("inf")])
 def test_SE_07_wrong_temperatures_are_refused(temperature):
     """A temperature below 0 or not a number has no meaning."""

@@ -646,6 +646,13 @@ def test_different_identities_have_different_keys_and_say_why(first, second):
     assert all(": engine has " in line and ", here is " in line for line in lines)
 
 
+def test_a_kernel_named_like_a_part_of_the_identity(bundle):
+    """Names inside are any text; found by the test above."""
+    odd = replace(AOT, texts={"plugins": "0" * 64})
+    lines = identity_of(bundle, plugins=(odd,)).differences(identity_of(bundle))
+    assert "plugins.fixedstate::SsdBlockDenoise.texts.plugins: " in " ".join(lines)
+
+
 CHANGES = {
     "product": ("tensorrt", "product: engine has tensorrt-rtx, here is tensorrt"),
     "version": ("1.6.0.1", "version: engine has 1.7.1.116, here is 1.6.0.1"),

@@ -19,17 +19,16 @@ from variants import VARIANTS
 from fixedstate.bundle import Bundle
 from fixedstate.cli import cli
 from fixedstate.errors import BackendError, CapacityError, UsageError
-from fixedstate.export.checkpoint import save_checkpoint
 from fixedstate.export.denoiser import Denoiser
-from fixedstate.export.pipeline import export_bundle
 from fixedstate.export.weights import random_tensors
 from fixedstate.runtime import Request, Settings, load
 from fixedstate.runtime.decoder import open_engine
-from fixedstate.runtime.full import KEPT_BINDINGS, FullEngine
+from fixedstate.runtime.full import FullEngine
 from fixedstate.runtime.laws import check_bundle
 from fixedstate.runtime.loop import Stream
 from fixedstate.runtime.ort import open_sessions
 from fixedstate.runtime.prefix import make_prefix
+from fixedstate.runtime.sequences import KEPT_BINDINGS
 from fixedstate.runtime.session import check_binding, check_names
 from fixedstate.state import StateSpec, graph_ports
 
@@ -198,13 +197,9 @@ def test_tokens_are_those_of_the_published_sampler(name, length, shift):
 
 
 @pytest.fixture(scope="module")
-def hybrid(tmp_path_factory):
+def hybrid(whole):
     """A bundle of Mamba-2 and attention, and its PyTorch denoiser."""
-    folder = tmp_path_factory.mktemp("full")
-    spec = FULL["Mamba-2 and attention"]
-    tensors = random_tensors(spec, seed=5)
-    save_checkpoint(folder / "c", spec, tensors)
-    return export_bundle(folder / "c", folder / "b").bundle, Denoiser(spec, tensors)
+    return whole, Denoiser(whole.spec, random_tensors(whole.spec, seed=5))
 
 
 @pytest.mark.parametrize("slots", [1, 3])

@@ -38,30 +38,11 @@ TINY = ("tiny-attention", "tiny-mamba", "tiny-hybrid")
 ROLES = ("denoise", "commit", "commit_denoise")
 
 
-class Bench:
-    """A card that is none, and what runs on it."""
-
-    def __init__(self):
-        self.cuda = stand_in.Cuda()
-        self.product = stand_in.Product(self.cuda)
-        self.opened = []
-
-    def open(self, engine, **options):
-        made = trt.open_engine(engine, module=self.product, cuda=self.cuda, **options)
-        self.opened.append(made)
-        return made
-
-
 @pytest.fixture
 def bench():
     """Everything on the device has to be given back."""
-    made = Bench()
-    yield made
-    for engine in made.opened:
-        engine.close()
-        engine.close()  # does nothing
-    assert not made.cuda.allocations
-    assert not made.cuda.pinned
+    with stand_in.Bench() as made:
+        yield made
 
 
 @pytest.fixture(scope="session")
@@ -315,6 +296,29 @@ def test_rows_are_reset_moved_and_swapped(bench, bundle_path, engine_path):
         assert states(engine) == states(expected)
         canvas = rng.integers(0, 30, (4 - a, length))
         assert engine.denoise(canvas, a).tobytes() == expected.denoise(canvas, a).tobytes()
+
+
+def test_what_was_no_number_is_gone_with_its_request(bench, bundle_path, engine_path):
+    """NaN among a row's keys does not reach the row that comes there next, on either side."""
+    engine = bench.open(engine_path("F3"), slots=2, memory="fast")
+    expected = reference(bundle_path("F3", fused=True), ("denoise", "commit_denoise"), 2)
+    rng = np.random.default_rng(6)
+    length = engine.spec.block_len
+    ids = rng.integers(0, 30, (2, 2 * length))
+    canvas = rng.integers(0, 30, (2, length))
+    for one in (engine, expected):
+        one.commit(ids, np.array([2 * length, length]))
+        arrays = one.read(0)
+        keys = [name for name in arrays if name.startswith(("key", "value"))]
+        for name in keys:
+            arrays[name][:] = np.nan
+        one.write(0, arrays, 2 * length)
+        assert keys
+        assert np.isnan(one.denoise(canvas)[0]).all()
+        one.move(1, 0)
+    given = [one.denoise(canvas).copy() for one in (engine, expected)]
+    assert np.isfinite(given[0]).all()
+    assert given[0].tobytes() == given[1].tobytes()
 
 
 def test_capacity_grows_inside_the_profile(bench, bundle_path, engine_path):
@@ -594,7 +598,7 @@ def right(bundle_path):
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_of_the_adapter_do_not_pass(engine_path, monkeypatch, right, fault):
     """Each one gives other tokens or state here, or breaks the contract."""
-    own = Bench()
+    own = stand_in.Bench()
     where, make = FAULTS[fault]
     where(monkeypatch, make)
     try:
@@ -607,7 +611,7 @@ def test_faults_of_the_adapter_do_not_pass(engine_path, monkeypatch, right, faul
 
 def test_a_first_run_is_not_captured(engine_path, monkeypatch, right):
     """Where one is, TensorRT refuses the capture: the pass says so and runs as it is."""
-    own = Bench()
+    own = stand_in.Bench()
     run = trt.TrtPass.run
 
     def at_once(work, graphs=True):
@@ -896,7 +900,7 @@ def test_TR_07_two_threads_get_their_own_results(bench, engine_path):
 
 def test_TR_07_a_decoder_on_an_engine_serves_threads_one_by_one(bench, engine_path, monkeypatch):
     """`load` opens the folder; requests of two threads are those of one."""
-    use(bench, monkeypatch)
+    bench.use(monkeypatch)
     with load(engine_path("tiny-mamba"), slots=2) as decoder:
         assert decoder.engine.provider.startswith("tensorrt-rtx 1.7.1.116 on ")
         some = requests(decoder.spec)
@@ -909,16 +913,6 @@ def test_TR_07_a_decoder_on_an_engine_serves_threads_one_by_one(bench, engine_pa
         in_threads(lambda: work("a"), lambda: work("b"))
         assert found == {"a": right, "b": right}
     assert not bench.cuda.allocations
-
-
-def use(bench, monkeypatch):
-    """Let `load` find the stand-ins."""
-    opened = trt.open_engine
-
-    def on_bench(folder, **options):
-        return opened(folder, module=bench.product, cuda=bench.cuda, **options)  # closed by users
-
-    monkeypatch.setattr(trt, "open_engine", on_bench)
 
 
 # --- load and the command line --------------------------------------------------------------------
@@ -941,7 +935,7 @@ def test_load_keeps_what_is_compiled_where_it_is_told(
     bench, bundle_path, engine_path, monkeypatch, tmp_path
 ):
     """TensorRT-RTX compiles for the card at load; TensorRT has nothing to keep."""
-    use(bench, monkeypatch)
+    bench.use(monkeypatch)
     with load(engine_path("F2"), engine_cache=tmp_path / "kept") as decoder:
         decoder.generate(requests(decoder.spec)[:1])
     assert {file.suffix for file in (tmp_path / "kept").iterdir()} == {".runtime"}
@@ -959,7 +953,7 @@ def test_generate_takes_an_engine(bench, bundle_path, engine_path, monkeypatch):
 
     from fixedstate.cli import cli
 
-    use(bench, monkeypatch)
+    bench.use(monkeypatch)
     words = ["--prompt", "once", "--prompt", "2 + 2", "--max-new-tokens", "40", "--seed", "4"]
     outputs = []
     for folder in (

@@ -30,12 +30,13 @@ from typing import Any
 
 import cuda_stand_in
 import numpy as np
+import trt_plan_stand_in
 from cuda_stand_in import Fault, from_bits, to_bits
 from sample_engine import CHECK, identity_of, precision_of
 
 from fixedstate.bundle import Bundle
 from fixedstate.ports import DTYPES, Port, numpy_dtype
-from fixedstate.runtime import devicememory
+from fixedstate.runtime import devicememory, trt
 from fixedstate.runtime.enginefile import EngineFolder, Plan, plan_ports, write_engine
 from fixedstate.runtime.identity import os_text
 from fixedstate.runtime.ort import open_graph
@@ -266,6 +267,8 @@ class Product:
     ILogger = ILogger
     ExecutionContextAllocationStrategy = Strategy
     DynamicShapesKernelSpecializationStrategy = Specialization
+    Refitter = trt_plan_stand_in.Refitter
+    OnnxParserRefitter = trt_plan_stand_in.OnnxParserRefitter
 
     def __init__(self, cuda: Cuda, version: str = VERSION) -> None:
         self.cuda = cuda
@@ -341,6 +344,10 @@ class Engine:
         self.ports = {port.name: port for port in (*self.inputs, *self.outputs)}
         self.profiles = plan["profiles"]
         self.aliases = plan["aliases"]
+        self.graph_ports = self.ports
+        if "model" in plan:  # of the builder's stand-in
+            self.session = trt_plan_stand_in.session_of(plan, None)
+            return
         graph = [tuple(map(Port.from_dict, plan[f"graph_{kind}"])) for kind in ("in", "out")]
         self.graph_ports = {port.name: port for ports in graph for port in ports}
         self.session = open_graph(plan["graph"], *graph, threads=1)
@@ -456,6 +463,8 @@ class Context:
         if engine.product.fails:
             engine.logger.log(Severity.ERROR, "CUDA failure 700: an illegal memory access")
             return False
+        if engine.session is None:
+            raise Broken("a run of a plan that has no weights")
         unset = [name for name in engine.ports if name not in self.addresses]
         if unset or self.infer_shapes():
             raise Broken(f"a run without {unset or self.infer_shapes()}")
@@ -515,6 +524,47 @@ class Context:
             engine.product.cuda.view(*self._inner)[:] = 0xFF
 
 
+# --- a card that is none --------------------------------------------------------------------------
+
+
+class Bench:
+    """Opens engines on a card of its own; in the end everything on it has to be given back.
+
+    Attributes:
+        cuda: The driver.
+        product: The Python module.
+        opened: What :meth:`open` gave.
+    """
+
+    def __init__(self) -> None:
+        self.cuda = Cuda()
+        self.product = Product(self.cuda)
+        self.opened: list[Any] = []
+
+    def open(self, engine: EngineFolder | Path, **options: Any) -> Any:
+        """An engine; it is closed in the end, if it was not before."""
+        made = trt.open_engine(engine, module=self.product, cuda=self.cuda, **options)
+        self.opened.append(made)
+        return made
+
+    def use(self, monkeypatch: Any) -> None:
+        """Let the package find this card; what it opens it has to close."""
+        opened = trt.open_engine
+        sides = {"module": self.product, "cuda": self.cuda}
+        monkeypatch.setattr(trt, "open_engine", lambda folder, **o: opened(folder, **sides, **o))
+
+    def __enter__(self) -> Bench:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        for engine in self.opened:
+            engine.close()
+            engine.close()  # does nothing
+        if error is None:
+            assert not self.cuda.allocations
+            assert not self.cuda.pinned
+
+
 # --- engines of it -------------------------------------------------------------------------------
 
 
@@ -541,7 +591,7 @@ def write_stand_in_engine(
         rows: Most rows.
         least_rows: Fewest and usual rows.
         blocks: Most blocks of a commit.
-        columns: Least, usual and most columns of keys and values.
+        columns: Least, usual and most columns of keys and values, or tokens of whole sequences.
         aliases: Pairs that share memory, by role.
         changes: Of the identity.
     """
@@ -557,7 +607,7 @@ def write_stand_in_engine(
         spans = ((1, 1), (2, 2), (1, blocks)) if fused else ((1, blocks),)
         sizes = [
             [
-                {"B": b, "n": n, "m": n, "C": c, "R": r}
+                {"B": b, "n": n, "m": n, "C": c, "R": r, "T": c}
                 for b, n, c, r in zip(
                     (least_rows, least_rows, rows),
                     (low, low, high),

@@ -20,7 +20,21 @@ from fixedstate import __version__
 from fixedstate.cli.options import Session, debug_option
 from fixedstate.errors import FixedStateError
 
-VERBS = ("export", "build", "generate", "chat", "prefix", "replay", "inspect", "check", "demo")
+VERBS = (
+    "export",
+    "calibrate",
+    "build",
+    "generate",
+    "chat",
+    "serve",
+    "triton",
+    "client",
+    "prefix",
+    "replay",
+    "inspect",
+    "check",
+    "demo",
+)
 INTERRUPTED = 130
 
 # What each extra of the package brings; a missing one is a sentence, not a traceback.
@@ -33,6 +47,14 @@ _EXTRAS = {
     "ml_dtypes": "export",
     "filelock": "export",
     "platformdirs": "export",
+    "fastapi": "serve",
+    "prometheus_client": "serve",
+    "starlette": "serve",
+    "uvicorn": "serve",
+    "tritonclient": "triton",
+    "google": "triton",
+    "scipy": "calib",
+    "matplotlib": "calib",
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -35,23 +35,29 @@ if TYPE_CHECKING:
 _ERRORS = 5  # wrong lines that are named at once
 
 
-def run_batch(bundle: Path, options: dict[str, Any], as_json: bool) -> int:
+def run_batch(
+    bundle: Path,
+    options: dict[str, Any],
+    as_json: bool,
+    watch: Callable[[Decoder], Decoder],
+) -> int:
     """Answer a file of prompts, or the rest of it; returns the exit code.
 
     Args:
         bundle: The bundle's folder.
         options: Of `generate`.
         as_json: Whether a summary is printed instead of the path.
+        watch: What the decoder goes through once it is open.
     """
     _check(options)
     source, out = options["prompts_file"], options["output"]
     start = time.perf_counter()
     digest, count = scan(source)
-    decoder = open_decoder(bundle, options, min(count, options["slots"]))
+    decoder = watch(open_decoder(bundle, options, min(count, options["slots"])))
     prefix = open_prefix(options["prefix"], decoder)
     given = given_settings(options)
     if options["prefix_cache"]:
-        _keep_prefixes(decoder, options["prefix_cache"])
+        keep_prefixes(decoder, options["prefix_cache"])
     identity = {
         "bundle": decoder.bundle.digest,
         "prompts": digest,
@@ -128,7 +134,12 @@ def _check(options: Mapping[str, Any]) -> None:
     check_file(options["output"], options["force"])
 
 
-def _keep_prefixes(decoder: Decoder, size: int) -> None:
+def keep_prefixes(decoder: Decoder, size: int) -> None:
+    """Keep the states of beginnings, up to that many bytes.
+
+    Raises:
+        UsageError: for a model without state.
+    """
     from fixedstate.runtime.prefix import PrefixStore
     from fixedstate.runtime.snapshot import stateful
 

@@ -67,7 +67,7 @@ def words(context: click.Context, option: click.Parameter, values: Any) -> tuple
 @click.option(
     "--capacity",
     metavar=_RANGE,
-    help="Tokens that keys and values have room for [default: 256:1024:4096].",
+    help="Tokens of keys and values [default: 256:1024:4096; whole sequences from one block].",
 )
 @click.option(
     "--compute-capability",

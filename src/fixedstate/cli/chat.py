@@ -47,16 +47,19 @@ def _turn(value: str) -> str:
     return prompt_text(value)
 
 
-@click.command("chat", short_help="Talk to a bundle, line by line, its state kept.")
-@bundle_argument
-@prefix_option
-@click.option(
+turn_option = click.option(
     "--turn",
     type=_turn,
     default=_PLACE + "\\n",
     metavar="TEMPLATE",
     help="What a line becomes, {text} in its place, \\n for a line break [default: {text}\\n].",
 )
+
+
+@click.command("chat", short_help="Talk to a bundle, line by line, its state kept.")
+@bundle_argument
+@prefix_option
+@turn_option
 @click.option(
     "--save",
     type=click.Path(path_type=Path),

@@ -253,7 +253,8 @@ class _Run(_Report):
             bounds.append("by root mean square where single values are large")
         chosen = " (chosen, not the default)" if limit.overridden else ""
         allowed = f"{limit.precision}: {', '.join(bounds)}{chosen}"
-        tried = f"{found.passes} denoise passes, {found.commits} commits, up to {found.rows} rows"
+        commits = f", {found.commits} commits" if found.carries else ""
+        tried = f"{found.passes} denoise passes{commits}, up to {found.rows} rows"
         echo_fields(
             (
                 ("reference", f"{self._paths[0]} on {found.reference}"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +35,7 @@ from fixedstate.cli.options import (
 )
 from fixedstate.cli.output import echo_json, note, progress
 from fixedstate.cli.record import check_record, record_options, recorder
+from fixedstate.cli.trace import check_trace, trace_options, traced
 
 if TYPE_CHECKING:
     from fixedstate.runtime import Decoder, Request, Result
@@ -96,7 +97,7 @@ if TYPE_CHECKING:
     metavar="FILE",
     help="Write the state behind the answer (one prompt).",
 )
-@click.option("--force", is_flag=True, help="Replace what is at -o, --save-state and --record.")
+@click.option("--force", is_flag=True, help="Replace what is at -o and at other files to write.")
 @click.option(
     "--samples",
     type=POSITIVE,
@@ -120,6 +121,7 @@ if TYPE_CHECKING:
 )
 @click.option("--watch", is_flag=True, help="Show the slots being filled, on the terminal.")
 @record_options
+@trace_options
 @json_option
 @debug_option
 @click.pass_context
@@ -134,14 +136,18 @@ def command(context: click.Context, /, bundle: Path, as_json: bool, **options: A
     up what is missing after any interruption, and OUT appears once all are there.
     """
     check_record(options)
+    check_trace(options)
     if options["prompts_file"] is not None:
         from fixedstate.cli.batch import run_batch
 
-        context.exit(run_batch(bundle, options, as_json))
-    job = _prepare(bundle, options)
-    shown = job.stream_here(as_json)
-    with recorder(job.decoder, bundle, options) as watcher:
-        results = job.run(shown, watcher)
+        with traced(options) as watch:
+            code = run_batch(bundle, options, as_json, watch)
+        context.exit(code)
+    with traced(options) as watch:
+        job = _prepare(bundle, options, watch)
+        shown = job.stream_here(as_json)
+        with recorder(job.decoder, bundle, options) as watcher:
+            results = job.run(shown, watcher)
     if options["save_state"] is not None:
         _save(options["save_state"], results[0])
     if as_json:
@@ -152,7 +158,7 @@ def command(context: click.Context, /, bundle: Path, as_json: bool, **options: A
     context.exit(job.report(results))
 
 
-def _prepare(bundle: Path, options: dict[str, Any]) -> Job:
+def _prepare(bundle: Path, options: dict[str, Any], watch: Callable[[Decoder], Decoder]) -> Job:
     """Check what was asked, open the bundle, encode the prompts and commit what is shared."""
     prompts = [*options["prompts"], *options["prompt_ids"], *options["prompt_files"]]
     _check(options, len(prompts))
@@ -162,7 +168,7 @@ def _prepare(bundle: Path, options: dict[str, Any]) -> Job:
     seed = given.pop("seed", 0)
     settings = [runtime.Settings(**given, seed=seed + sample) for sample in range(samples)]
     slots = min(len(prompts) * samples, options["slots"])
-    decoder = open_decoder(bundle, options, slots)
+    decoder = watch(open_decoder(bundle, options, slots))
     prefix = open_prefix(options["prefix"], decoder)
     text = open_text(decoder.bundle, any(isinstance(prompt, str) for prompt in prompts))
     goes_on = tokens_of(prefix) > 0

@@ -59,7 +59,8 @@ def describe(bundle: Bundle) -> dict[str, Any]:
         bundle: An opened bundle.
 
     Returns:
-        Identity, model, graphs, ports (``bytes`` for one row, None where the shape holds another
+        Identity, model, what was quantised and how far that took it (None where nothing was),
+        graphs, ports (``bytes`` for one row, None where the shape holds another
         symbol than B), state bytes of one row, KV bytes of one token, and the memory plan.
     """
     from fixedstate.bundle import MANIFEST
@@ -74,6 +75,7 @@ def describe(bundle: Bundle) -> dict[str, Any]:
         "precision": bundle.precision.to_dict(),
         "model": _model(bundle),
         "decode": bundle.decode.to_dict(),
+        "quantization": _quantization(bundle),
         "graphs": [_graph(graph) for graph in bundle.graphs.values()],
         "ports": list(_ports(bundle)),
         "state_bytes": state.state_bytes(),
@@ -97,6 +99,25 @@ def _model(bundle: Bundle) -> dict[str, Any]:
         "stop_ids": list(spec.stop_ids),
         "bos_id": spec.bos_id,
         "logit_shift": spec.logit_shift,
+    }
+
+
+def _quantization(bundle: Bundle) -> dict[str, Any] | None:
+    """What ``quantization.json`` says in short."""
+    from fixedstate.bundle import QUANTIZATION
+
+    if not bundle.is_quantized:
+        return None
+    record = json.loads((bundle.path / QUANTIZATION).read_bytes())
+    report = record["report"]
+    return {
+        "from_weights": record["plan"]["weights"],
+        "targets": record["plan"]["targets"],
+        "bytes": report["bytes"]["by_format"],
+        "float32_bytes": report["bytes"]["float32"],
+        "simulated": report["simulated"],
+        **{key: report["comparison"]["all"][key] for key in ("kl_mean", "kl_p99", "agree")},
+        "breaches": record["breaches"],
     }
 
 
@@ -160,6 +181,23 @@ def _memory(bundle: Bundle) -> dict[str, Any]:
     }
 
 
+def _quantized(found: dict[str, Any] | None) -> list[tuple[str, str]]:
+    if found is None:
+        return []
+    sizes = ", ".join(f"{name} {size:,}" for name, size in found["bytes"].items())
+    return [
+        ("products", f"{sizes} bytes (float32 {found['float32_bytes']:,})"),
+        (
+            "divergence",
+            (
+                f"{found['kl_mean']:.2e} nats, p99 {found['kl_p99']:.2e}, the same best token for "
+                f"{found['agree']:.2%}"
+            ),
+        ),
+        ("gates broken", "; ".join(found["breaches"])),
+    ]
+
+
 def _print(data: dict[str, Any]) -> None:
     model, memory, source = data["model"], data["memory"], data["source"]
     mixers = {name: model["mixers"].count(name) for name in dict.fromkeys(model["mixers"])}
@@ -178,6 +216,7 @@ def _print(data: dict[str, Any]) -> None:
             ("mask id", model["mask_id"]),
             ("stop ids", ", ".join(map(str, model["stop_ids"]))),
             ("precision", ", ".join(f"{k} {v}" for k, v in data["precision"].items())),
+            *_quantized(data["quantization"]),
             ("state per row", byte_text(data["state_bytes"])),
             ("KV per token", byte_text(data["kv_bytes_per_token"])),
         )

@@ -21,7 +21,8 @@ def describe(engine: EngineFolder) -> dict[str, Any]:
 
     Returns:
         Identity and its key, precision and how it was checked, plans with ports, profiles, bytes
-        and layers (None where the engine has no record of them), and state bytes of one row.
+        and layers (None where the engine has no record of them), where plans without weights get
+        them (None where they hold theirs), and state bytes of one row.
     """
     layers = _layers(engine)
     return {
@@ -46,9 +47,26 @@ def describe(engine: EngineFolder) -> dict[str, Any]:
             }
             for role, plan in engine.plans.items()
         ],
+        "refit": _refit(engine),
         "files": sorted(engine.files),
         "state_bytes": engine.state.state_bytes(),
         "kv_bytes_per_token": engine.state.kv_bytes_per_token(),
+    }
+
+
+def _refit(engine: EngineFolder) -> dict[str, Any] | None:
+    """What plans without weights are refitted from; no weights where the engine has none."""
+    from fixedstate.bundle import WEIGHTS
+    from fixedstate.runtime.enginefile import refit_graph
+
+    if not engine.identity.is_stripped:
+        return None
+    if not engine.refits:
+        return {"weights": None, "bytes": 0, "graphs": {}}
+    return {
+        "weights": WEIGHTS,
+        "bytes": (engine.path / WEIGHTS).stat().st_size,
+        "graphs": {role: refit_graph(role) for role in engine.plans},
     }
 
 
@@ -67,7 +85,13 @@ def show(data: dict[str, Any]) -> None:
         for name, value in identity["flags"].items()
         if value is not False
     ]
-    worst = check.get("worst")
+    worst, refit = check.get("worst"), data["refit"]
+    if refit is None:
+        holds = None
+    elif refit["weights"] is None:
+        holds = "hold no weights, and the engine has none to put into them"
+    else:
+        holds = f"hold no weights; put in when loaded: {refit['weights']}, {refit['bytes']:,} bytes"
     echo_fields(
         (
             ("engine", data["path"]),
@@ -77,6 +101,7 @@ def show(data: dict[str, Any]) -> None:
             ("for", f"{identity['os']}, compute capability {', '.join(identity['capabilities'])}"),
             ("bundle", identity["bundle"]),
             ("weights", identity["weights"]),
+            ("plans", holds),
             ("source", " ".join(filter(None, map(data["source"].get, ("name", "revision"))))),
             ("precision", ", ".join(f"{k} {v}" for k, v in data["precision"].items())),
             ("float32 layers", ", ".join(map(str, identity["fp32_layers"]))),

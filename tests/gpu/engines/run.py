@@ -7,8 +7,11 @@ Builds an engine of the bundle for this card (or takes one, ``--engine FOLDER``)
 runtime's own adapter, and looks at what only a card can show: that its passes give what ONNX
 Runtime gives along a trajectory, that the laws hold, that warm-up and capture leave live state
 alone, that a CUDA graph gives what single launches give, that an engine of the wrong card is
-refused, and how long passes take. ``--provider cuda`` looks at a provider of ONNX Runtime instead:
-the same comparison, laws and times, and where its nodes run. Exit 1 if anything was wrong.
+refused, and how long passes take. ``--stripped`` builds plans without weights, which are refitted
+when they are loaded. ``--provider cuda`` looks at a provider of ONNX Runtime instead:
+the same comparison, laws and times, and where its nodes run. Of a model that sees the whole
+sequence (objective full) the passes are compared, captured and timed at the lengths that the engine
+was built for; it has no laws. Exit 1 if anything was wrong.
 ``tests/gpu/engine.py`` looks below that, at plugins against function bodies.
 """
 
@@ -33,13 +36,17 @@ sys.path[:0] = [str(HERE.parents[2] / "src")]
 BLOCKS = 6
 RUNS = 30
 ROWS = 4
+LENGTHS = "32:128:512"
 LAWS = (1, 2, 3, 4, 7)
 
 Problems = list[str]
 
 
-def built(bundle: Path, target: str, precision: str, folder: Path) -> tuple[Path, float]:
-    """An engine for this card, and the seconds it took."""
+def built(
+    bundle: Path, target: str, precision: str, folder: Path, stripped: bool = False
+) -> tuple[Path, float]:
+    """An engine for this card, its plans without weights if wanted, and the seconds it took."""
+    from fixedstate.bundle import Bundle
     from fixedstate.plugins.driver import Driver
 
     with Driver() as driver:
@@ -48,6 +55,9 @@ def built(bundle: Path, target: str, precision: str, folder: Path) -> tuple[Path
     command = [sys.executable, "-m", "fixedstate", "build", str(bundle), "-o", str(folder)]
     command += ["--target", target, "--precision", precision, "--batch", f"1:1:{ROWS}"]
     command += ["--compute-capability", capability]
+    if Bundle.open(bundle, verify_weights=False).spec.objective == "full":
+        command += ["--capacity", LENGTHS]
+    command += ["--builder-flag", "STRIP_PLAN"] if stripped else []
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"fixedstate build failed: {done.stderr.strip()}")
@@ -198,6 +208,7 @@ def measure(
         "precision": precision,
         "plugins": [plugin.id for plugin in folder.identity.plugins],
         "plans": {role: (folder.path / p.file).stat().st_size for role, p in folder.plans.items()},
+        "refitted": folder.refits,
     }
     opened: list[Any] = []
 
@@ -212,11 +223,15 @@ def measure(
     try:
         engine, plain = opens(ROWS), opens(ROWS, graphs=False)
         results["provider"] = engine.provider
-        other = open_engine(bundle, slots=ROWS)
-        results["compared"] = compare(engine, other, Tolerance.of(precision), problems)
-        results["captured"] = capture(engine, plain, problems)
-        results["laws"] = laws(opens, precision, problems)
-        results["times"] = times(graph=engine, launches=plain)
+        tolerance = Tolerance.of(precision)
+        if bundle.spec.objective == "full":
+            measure_whole(bundle, folder, {"graph": engine, "launches": plain}, tolerance, results)
+        else:
+            other = open_engine(bundle, slots=ROWS)
+            results["compared"] = compare(engine, other, tolerance, problems)
+            results["captured"] = capture(engine, plain, problems)
+            results["laws"] = laws(opens, precision, problems)
+            results["times"] = times(graph=engine, launches=plain)
         try:
             trt.open_engine(folder, device=99, **stand_ins).close()
             problems.append("card 99 was not refused")
@@ -225,6 +240,51 @@ def measure(
     finally:
         for one in opened:
             one.close()
+
+
+def measure_whole(
+    bundle: Any, folder: Any, ways: dict[str, Any], tolerance: Any, results: dict[str, Any]
+) -> None:
+    """The same of whole sequences, which have no state: scores, graphs, times by length."""
+    from fixedstate.runtime.against import compare_engines, whole_lengths
+    from fixedstate.runtime.decoder import open_full
+
+    lengths, problems = whole_lengths(folder), results["problems"]
+    engine = ways["graph"]
+    found = compare_engines(open_full(bundle, slots=ROWS), engine, tolerance, lengths=lengths)
+    results["compared"] = found.to_dict()
+    if not found.passed:
+        problems.append(found.first or "nothing was compared")
+    out = results["times"] = []
+    rng = np.random.default_rng(1)
+    for rows in (1, ROWS):
+        for tokens in lengths:
+            ids = rng.integers(0, bundle.spec.vocab_size, (rows, bundle.spec.block_len))
+            last: dict[str, bytes] = {}
+            for way, one in ways.items():
+                for row in range(rows):
+                    one.reset(row, tokens)
+                returned, taken = one.sequences.returned_bytes, []
+                for _ in range(RUNS):
+                    began = time.perf_counter()
+                    logits = one.denoise(ids)
+                    taken.append(1e3 * (time.perf_counter() - began))
+                last[way] = logits.tobytes()
+                out.append(
+                    {
+                        "pass": "full",
+                        "rows": rows,
+                        "tokens": tokens,
+                        "way": way,
+                        "ms": round(float(np.median(taken[3:])), 3),
+                        "bytes_to_host": (one.sequences.returned_bytes - returned) // RUNS,
+                    }
+                )
+            if last["graph"] != last["launches"]:
+                problems.append(f"{rows} x {tokens}: a CUDA graph gives other logits than launches")
+    for name, why in engine.sequences.uncaptured.items():
+        problems.append(f"{name} was not captured: {why}")
+    results["captured"] = {"graphs": engine.sequences.captured}
 
 
 def measure_provider(bundle_path: Path, provider: str, results: dict[str, Any]) -> None:
@@ -261,6 +321,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--engine", type=Path, help="one that was built already")
     parser.add_argument("--target", choices=("tensorrt", "tensorrt-rtx"), default="tensorrt")
+    parser.add_argument(
+        "--stripped", action="store_true", help="plans without weights, refitted when loaded"
+    )
     parser.add_argument("--provider", help="of ONNX Runtime, in place of an engine")
     parser.add_argument("--precision", choices=("fp32", "fp16", "bf16"), default="fp16")
     parser.add_argument("--out", type=Path, default=Path("engines.json"))
@@ -277,7 +340,11 @@ def main(arguments: list[str] | None = None) -> int:
                 engine = options.engine
                 if engine is None:
                     engine, results["build_seconds"] = built(
-                        options.bundle, options.target, options.precision, Path(scratch, "e")
+                        options.bundle,
+                        options.target,
+                        options.precision,
+                        Path(scratch, "e"),
+                        options.stripped,
                     )
                 measure(options.bundle, engine, results)
     except Exception as error:

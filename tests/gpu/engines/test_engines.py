@@ -16,14 +16,21 @@ MODULES = {"tensorrt": ("tensorrt",), "tensorrt-rtx": ("tensorrt_rtx", "tensorrt
 
 @pytest.mark.gpu
 @pytest.mark.timeout(660)
-@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize(
+    ("precision", "more"),
+    [("fp32", []), ("fp16", []), ("bf16", []), ("fp32", ["--stripped"]), ("fp16", ["--stripped"])],
+)
 @pytest.mark.parametrize("target", MODULES)
-def test_an_engine_is_right_on_this_card(bundle_path, tmp_path, target, precision):
+@pytest.mark.parametrize("model", ["tiny-hybrid", "whole sequence"])
+def test_an_engine_is_right_on_this_card(
+    bundle_path, whole, tmp_path, target, precision, more, model
+):
     if not any(importlib.util.find_spec(name) for name in MODULES[target]):
         pytest.skip(f"needs {' or '.join(MODULES[target])}")
     out = tmp_path / "engines.json"
-    command = [sys.executable, RUN, bundle_path("tiny-hybrid"), "--target", target]
-    command += ["--precision", precision, "--out", out]
+    bundle = whole.path if model == "whole sequence" else bundle_path(model)
+    command = [sys.executable, RUN, bundle, "--target", target]
+    command += ["--precision", precision, "--out", out, *more]
     done = subprocess.run(
         list(map(str, command)), capture_output=True, text=True, check=False, cwd=tmp_path
     )
@@ -31,6 +38,7 @@ def test_an_engine_is_right_on_this_card(bundle_path, tmp_path, target, precisio
     assert results["problems"] == [], done.stdout[-4000:] + done.stderr[-4000:]
     assert done.returncode == 0
     assert results["captured"]["graphs"]
+    assert results["engine"]["refitted"] is bool(more)
 
 
 @pytest.mark.gpu

@@ -17,7 +17,8 @@ from fixedstate.calib.score import Sensitivity
 from fixedstate.calib.search import Choice, Option, choose
 from fixedstate.calib.sites import Site
 from fixedstate.calib.table import Table, digest
-from fixedstate.errors import CalibrationError, FixedStateError, require_keys
+from fixedstate.errors import CalibrationError, FixedStateError, SpecError, require_keys
+from fixedstate.state import Precision, StateSpec
 
 FORMAT = 1
 """Number of the format, under ``quantization_plan`` in the file."""
@@ -71,11 +72,25 @@ class Plan:
     kv: str = "float32"
 
     def check(self, bundle: Bundle) -> None:
-        """Refuse a plan for other weights.
+        """Refuse a plan for other weights, or for something that the model does not carry.
 
         Raises:
-            CalibrationError: ``STALE``.
+            CalibrationError: ``STALE``, or ``STATE_FORMAT``.
         """
+        kinds = {port.kind for port in bundle.state.committed}
+        for option, name, kind, what in (
+            ("--state", self.state, "ssm", "scan states"),
+            ("--kv", self.kv, "key", "keys and values"),
+        ):
+            if name != "float32" and kind not in kinds:
+                raise CalibrationError(
+                    "STATE_FORMAT",
+                    f"{option} {name}: {bundle.path} carries no {what}; leave the option out",
+                )
+        try:
+            StateSpec.of(bundle.spec, Precision(state=self.state, kv=self.kv))
+        except SpecError as err:
+            raise CalibrationError("STATE_FORMAT", f"{bundle.path}: {err}") from err
         if self.weights != bundle.weights:
             raise CalibrationError(
                 "STALE",

@@ -25,7 +25,7 @@ from fixedstate.cli import cli
 from fixedstate.cli.calibrate_common import FORMATS
 from fixedstate.export.engine import LAYERS
 from fixedstate.export.realized import Realized
-from fixedstate.state import KV_DTYPES, STATE_DTYPES
+from fixedstate.state import KV_DTYPES, STATE_DTYPES, KvFormat
 
 GOLDEN = Path(__file__).parent.parent / "data" / "golden" / "schema-2" / "bundle"
 PASSES = ("--masks", "1,0.5", "--blocks", 2)
@@ -250,8 +250,11 @@ def test_what_is_there_is_kept_without_force(run, data: Path, table: Path) -> No
 def test_pins_are_counted_and_kept(run, tmp_path: Path, table: Path) -> None:
     options = ("--table", table, "--format", "int8", "-o", tmp_path / "p")
     pins = ("--pin", "*.in_proj.*=float", "--pin", "layers.0.*out_proj*=int8-weights")
-    done = run("calibrate", "plan", GOLDEN, *options, *pins, "--state", "float16", "--kv", "int8")
+    done = run("calibrate", "plan", GOLDEN, *options, *pins, "--state", "float16", "--json")
     assert done.code == 0
+    refused = run("calibrate", "plan", GOLDEN, *options, "--kv", "int8", "--force", "--json")
+    assert code_of(refused) == "STATE_FORMAT"
+    done = run("calibrate", "plan", GOLDEN, *options, *pins, "--state", "float16", "--force")
     assert done.lines[:2] == [
         "*.in_proj.*=float: 4 of 7 weights",
         "layers.0.*out_proj*=int8-weights: 1 of 7 weights",
@@ -260,7 +263,7 @@ def test_pins_are_counted_and_kept(run, tmp_path: Path, table: Path) -> None:
     assert not any("in_proj" in name for name in made.formats)
     assert made.formats["layers.0.mixer.out_proj.weight"] == "int8-weights"
     assert set(made.formats.values()) == {"int8", "int8-weights"}
-    assert (made.state, made.kv) == ("float16", "int8")
+    assert (made.state, made.kv) == ("float16", "float32")
 
 
 def test_a_search_is_held_against_sequences_of_its_own(
@@ -630,7 +633,12 @@ def test_choices_of_state_and_keys_are_those_that_there_are() -> None:
     assert isinstance(group, click.Group)
     options = {param.name: param.type for param in group.commands["plan"].params}
     assert list(options["state"].choices) == list(STATE_DTYPES)
-    assert list(options["kv"].choices) == list(KV_DTYPES)
+    stored = [name for name in KV_DTYPES if KvFormat.named(name).quantised]
+    for name in ("float32", *stored, "kivi4r0", "kivi2r1"):
+        assert options["kv"].convert(name, None, None) == name
+    for name in ("float16", "bfloat16", "int4", "kivi3", "kivi4r"):
+        with pytest.raises(click.BadParameter, match="is none of float32, int8"):
+            options["kv"].convert(name, None, None)
 
 
 def test_every_code_is_explained() -> None:

@@ -49,6 +49,22 @@ def shares(value: str) -> tuple[float, ...]:
     return found
 
 
+def kv_format(value: str) -> str:
+    """What keys and values are kept in: float32, or a format that stores them quantised."""
+    from fixedstate.errors import SpecError
+    from fixedstate.state import KvFormat
+
+    try:
+        if value == "float32" or KvFormat.named(value).quantised:
+            return value
+    except SpecError:
+        pass
+    raise click.BadParameter(
+        f"{value!r} is none of float32, int8, float8_e4m3fn, kivi4, kivi2 (or kivi4rN, kivi2rN "
+        "with N blocks kept in float)."
+    )
+
+
 def some(*options: Callable[[Any], Any]) -> Callable[[F], F]:
     """Several options as one decorator, in the order in which help lists them."""
 
@@ -169,12 +185,12 @@ rounding_options = some(
     ),
     click.option(
         "--kv",
-        type=click.Choice(
-            ["float32", "float16", "bfloat16", "int8", "float8_e4m3fn", "kivi4", "kivi2"]
-        ),
+        type=kv_format,
+        metavar="NAME",
         default="float32",
         show_default=True,
-        help="Keys and values; kivi4 and kivi2 have 4 and 2 bits.",
+        help="Keys and values: int8, float8_e4m3fn, kivi4 or kivi2 (4 and 2 bits; kivi4r1 keeps "
+        "the newest block in float).",
     ),
 )
 gates_options = some(

@@ -350,7 +350,8 @@ class Maker:
         """The plan with the formats of what is carried.
 
         Raises:
-            CalibrationError: ``INFEASIBLE`` for a plan that changes nothing.
+            CalibrationError: ``INFEASIBLE`` for a plan that changes nothing, ``STATE_FORMAT`` for
+                one of what the model does not carry.
         """
         from fixedstate.errors import CalibrationError
 
@@ -360,6 +361,7 @@ class Maker:
                 "INFEASIBLE",
                 "no weight would be quantised: allow more, or offer other formats",
             )
+        made.check(self.bundle)
         return made
 
     def describe(self, made: Plan) -> dict[str, Any]:

@@ -19,10 +19,12 @@ from fixedstate.bundle import QUANTIZATION, Bundle
 from fixedstate.calib.data import read_data
 from fixedstate.calib.formats import TARGETS
 from fixedstate.calib.plan import Plan
-from fixedstate.calib.score import Sensitivity
+from fixedstate.calib.score import Sensitivity, choices
+from fixedstate.calib.sites import Site
 from fixedstate.calib.table import Table
 from fixedstate.cli import cli
 from fixedstate.cli.calibrate_common import FORMATS
+from fixedstate.cli.calibrate_plan import risks
 from fixedstate.export.engine import LAYERS
 from fixedstate.export.realized import Realized
 from fixedstate.state import KV_DTYPES, STATE_DTYPES, KvFormat
@@ -264,6 +266,30 @@ def test_pins_are_counted_and_kept(run, tmp_path: Path, table: Path) -> None:
     assert made.formats["layers.0.mixer.out_proj.weight"] == "int8-weights"
     assert set(made.formats.values()) == {"int8", "int8-weights"}
     assert (made.state, made.kv) == ("float16", "float32")
+
+
+def test_QU_09_what_adds_up_along_a_sequence_is_warned_of(run, tmp_path: Path, table: Path) -> None:
+    options = ("--table", table, "--format", "int8", "-o", tmp_path / "p", "--force")
+    quiet = run("calibrate", "plan", GOLDEN, *options)
+    assert "add up along a sequence" not in quiet.err
+    made = Plan.load(tmp_path / "p")
+    assert (made.state, made.kv) == ("float32", "float32")
+    said = run("calibrate", "plan", GOLDEN, *options, "--state", "int8row")
+    assert said.code == 0
+    assert "note: scan states are kept in int8row: errors add up" in said.err
+
+
+def test_QU_09_steps_of_scans_are_not_quantised_unless_asked() -> None:
+    """Mamba-1's projections to dt, B and C are products too."""
+    sites = {
+        name: Site(name, kind, 0, 32, 32, name)
+        for name, kind in (("layers.0.mixer.x_proj.weight", "x_proj"), ("head.weight", "head"))
+    }
+    assert list(choices(sites, ("int8",))) == ["head.weight"]
+    asked = choices(sites, ("int8",), ("x_proj", "head"))
+    plan = Plan("w", "t", (), dict.fromkeys(asked, "int8"), {})
+    (text,) = risks(plan, sites)
+    assert "1 weights make the steps of scans (layers.0.mixer.x_proj.weight)" in text
 
 
 def test_a_search_is_held_against_sequences_of_its_own(

@@ -14,11 +14,12 @@ import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
+from random_sequences import random_data
 
 from fixedstate.bundle import QUANTIZATION, WEIGHTS, Bundle
 from fixedstate.calib.apply import stored
 from fixedstate.calib.collect import collect
-from fixedstate.calib.data import Data, write_data
+from fixedstate.calib.data import Data
 from fixedstate.calib.formats import format_named
 from fixedstate.calib.plan import Plan, uniform
 from fixedstate.calib.report import Gates, Report
@@ -48,10 +49,7 @@ def sites(bundle: Bundle) -> dict[str, Site]:
 
 @pytest.fixture(scope="module")
 def data(bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Data:
-    rng = np.random.default_rng(5)
-    tokens = [token for token in range(bundle.spec.vocab_size) if token != bundle.spec.mask_id]
-    given = [(rng.choice(tokens, 2 * bundle.spec.block_len).tolist(), 0) for _ in range(30)]
-    return write_data(tmp_path_factory.mktemp("data") / "data.jsonl", bundle, given)
+    return random_data(bundle, tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")

@@ -14,12 +14,12 @@ import onnx_ir as ir
 import pytest
 from onnx.reference import ReferenceEvaluator
 from onnx_ir.passes import common
+from random_sequences import random_data
 from sample_models import model
 
 from fixedstate.bundle import WEIGHTS, Bundle
 from fixedstate.calib.apply import MULTIPLIED, SCALE, TENSOR_SCALE, VALUES, stored
 from fixedstate.calib.collect import collect
-from fixedstate.calib.data import Data, write_data
 from fixedstate.calib.formats import FORMATS, TARGETS
 from fixedstate.calib.lint import check_emission
 from fixedstate.calib.plan import Plan, uniform
@@ -52,10 +52,7 @@ Made = Callable[[str], tuple[Bundle, Plan, Report]]
 
 def quantizer(bundle: Bundle, folder: Path) -> Made:
     """Quantises a bundle, all products in one format, once each."""
-    rng = np.random.default_rng(5)
-    tokens = [token for token in range(bundle.spec.vocab_size) if token != bundle.spec.mask_id]
-    given = [(rng.choice(tokens, bundle.spec.block_len).tolist(), 0) for _ in range(30)]
-    data: Data = write_data(folder / "data.jsonl", bundle, given)
+    data = random_data(bundle, folder, blocks=1)
     table: Table = collect(bundle, data, POLICY, records=2)
     sites = find_sites(load_graphs(bundle))
 

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from random_sequences import random_data
 
 from fixedstate.bundle import Bundle
 from fixedstate.calib.collect import collect
-from fixedstate.calib.data import Data, Record, write_data
+from fixedstate.calib.data import Data, Record
 from fixedstate.calib.plan import Plan, uniform
 from fixedstate.calib.score import choices
 from fixedstate.calib.sites import Site, find_sites, load_graphs
@@ -35,10 +36,7 @@ def sites(bundle: Bundle) -> dict[str, Site]:
 
 @pytest.fixture(scope="module")
 def data(bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Data:
-    rng = np.random.default_rng(5)
-    tokens = [token for token in range(bundle.spec.vocab_size) if token != bundle.spec.mask_id]
-    given = [(rng.choice(tokens, 2 * bundle.spec.block_len).tolist(), 0) for _ in range(30)]
-    return write_data(tmp_path_factory.mktemp("data") / "data.jsonl", bundle, given)
+    return random_data(bundle, tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,7 @@ from fixedstate.cli.options import (
     json_option,
     real,
 )
-from fixedstate.cli.output import echo_json, progress
+from fixedstate.cli.output import echo_json, note, progress
 
 if TYPE_CHECKING:
     from fixedstate.bundle import Bundle
@@ -225,6 +225,28 @@ class Request:
         check_targets(tuple(asked), self.targets)
 
 
+def risks(made: Plan, sites: Mapping[str, Site]) -> list[str]:
+    """What a plan does that is off by default: errors in a scan's steps and state add up.
+
+    Source: state-spaces/mamba issue 133, vLLM issue 55196.
+    """
+    from fixedstate.calib.sites import DEFAULT_KINDS
+
+    found = []
+    steps = [name for name in made.formats if sites[name].kind not in DEFAULT_KINDS]
+    if steps:
+        found.append(
+            f"{len(steps)} weights make the steps of scans ({', '.join(steps[:2])}): their errors "
+            "add up along a sequence; look at `calibrate report --long 1000`"
+        )
+    if made.state != "float32":
+        found.append(
+            f"scan states are kept in {made.state}: errors add up along a sequence; look at "
+            "`calibrate report --long 1000`"
+        )
+    return found
+
+
 class Maker:
     """Plans of a bundle.
 
@@ -362,6 +384,8 @@ class Maker:
                 "no weight would be quantised: allow more, or offer other formats",
             )
         made.check(self.bundle)
+        for text in risks(made, self.sites):
+            note(text)
         return made
 
     def describe(self, made: Plan) -> dict[str, Any]:

@@ -35,7 +35,6 @@ from fixedstate.runtime.enginefile import MANIFEST as ENGINE_MANIFEST
 from fixedstate.runtime.enginefile import EngineFolder
 from fixedstate.runtime.requests import check_decodable
 from fixedstate.serve.tritonmodel import BUNDLE, IDS, OLDEST, TEXT, ModelSetup
-from fixedstate.spec import ModelSpec
 
 Notes = Callable[[str], None]
 
@@ -493,12 +492,5 @@ def _record(
         "libraries": sorted(file for file in model.hashes() if ".so" in Path(file).suffixes),
         "shm_bytes": shm_bytes(setup),
         "limits": setup.to_parameters(),
-        "probe": {"input_ids": [_any_token(model.spec)], "max_new_tokens": 1},
+        "probe": {"input_ids": [model.spec.any_token], "max_new_tokens": 1},
     }
-
-
-def _any_token(spec: ModelSpec) -> int:
-    """A token that a question may hold."""
-    if spec.bos_id is not None:
-        return spec.bos_id
-    return int(spec.mask_id == 0)

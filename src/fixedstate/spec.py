@@ -515,6 +515,13 @@ class ModelSpec:
         )
 
     @property
+    def any_token(self) -> int:
+        """A token that a prompt may hold, where one is needed to try the model out."""
+        if self.bos_id is not None:
+            return self.bos_id
+        return next(token for token in range(self.vocab_size) if token != self.mask_id)
+
+    @property
     def causal_commit(self) -> bool:
         """Whether a commit inside a block is exact: nothing in the pass looks ahead."""
         for layer in self.layers:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from fixedstate.cli.batch import keep_prefixes
 from fixedstate.cli.chat import turn_option
 from fixedstate.cli.opening import engine_options, open_decoder, open_text
 from fixedstate.cli.options import NATURAL, POSITIVE, debug_option, real
@@ -142,6 +140,8 @@ def command(context: click.Context, /, bundle: Path | None, **options: Any) -> N
     check_trace(options)
     token = _token(options["token_file"])
     limits = _limits(options)
+    import asyncio  # only here: every start of the command line would pay for it
+
     from fixedstate.serve import logs, server
     from fixedstate.serve.app import Service
 
@@ -189,6 +189,7 @@ def _answers(
 
         name = options["name"] or MODEL
         return TritonAnswers(options["triton"], name), name
+    from fixedstate.cli.batch import keep_prefixes
     from fixedstate.serve.answers import LocalAnswers
 
     decoder = watch(open_decoder(bundle, options, options["slots"]))

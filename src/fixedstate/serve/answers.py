@@ -184,12 +184,11 @@ class LocalAnswers:
             FixedStateError: where not even one token can be answered.
         """
         spec = self._decoder.spec
-        token = 0 if spec.mask_id != 0 else 1
         length = spec.block_len
         try:
-            result = await self._warmed(Request([token] * length, _quick(length + 1)))
+            result = await self._warmed(Request([spec.any_token] * length, _quick(length + 1)))
         except CapacityError:
-            result = await self._warmed(Request([token], _quick(1)))
+            result = await self._warmed(Request([spec.any_token], _quick(1)))
         if result.finish_reason == "error":
             raise DecodeError(f"the first answer failed: {result.error}")
 

@@ -543,11 +543,7 @@ def _first_block(decoder: runtime.Decoder) -> None:
     Raises:
         BackendError: where it fails.
     """
-    spec = decoder.spec
-    token = spec.bos_id
-    if token is None:
-        token = int(spec.mask_id == 0)  # any token
-    result = decoder.generate([Request([token], Settings(max_new_tokens=1))])[0]
+    result = decoder.generate([Request([decoder.spec.any_token], Settings(max_new_tokens=1))])[0]
     if result.error is not None:
         raise BackendError(f"the first block failed: {result.error}")
 

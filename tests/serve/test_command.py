@@ -118,7 +118,9 @@ def test_ctrl_c_exits_with_130(tmp_path):
             assert client.get("/v1/models").json()["data"][0]["id"] == "bundle"
         code, log = server.end(signal.SIGINT)
     assert code == 130
-    assert re.fullmatch(r"\S+Z info \S+ request method=GET path=/v1/models status=200 \S+", log[1])
+    # the end may be told before the request that was just answered
+    line = r"\S+Z info \S+ request method=GET path=/v1/models status=200 \S+"
+    assert [one for one in log if re.fullmatch(line, one)]
 
 
 def test_a_port_that_is_taken_is_said_before_anything_is_loaded(tmp_path):

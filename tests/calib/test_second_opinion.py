@@ -46,6 +46,7 @@ json.dump(found, open(out + ".json", "w"))
 """
 
 
+@pytest.mark.slow  # `make nightly`: `make test` makes no environment for it
 @pytest.mark.skipif(
     not PYTHON, reason="FIXEDSTATE_MODELOPT_PYTHON names no interpreter with nvidia-modelopt[onnx]"
 )

@@ -21,7 +21,7 @@ from onnx_ir.passes import common
 from fixedstate.errors import ExportError
 from fixedstate.export.graphwriter import GraphWriter
 from fixedstate.export.kvcodec import Codec, Stored, codec_of
-from fixedstate.export.passes import name_values
+from fixedstate.export.passes import describe_port, name_values
 from fixedstate.ports import Port
 from fixedstate.spec import AttentionSizes, ModelSpec
 from fixedstate.state import StatePort, StateSpec, split_role
@@ -136,7 +136,7 @@ class _Writer:
             past = self._inputs.get(ports[kind].past.name)
             if past is not None:
                 uses = list(past.uses())
-                _describe(past, ports[kind].past)
+                describe_port(past, ports[kind].past)
                 entering = past, self._input(ports[f"{kind}_scale"].past)
                 whole = self._whole(codec, entering, ports.get(f"{kind}_recent"))
                 masks += self._replace_uses(uses, entering, whole, kept)
@@ -192,7 +192,7 @@ class _Writer:
         """A graph input, new or old; where it belongs in their order is found at the end."""
         if port.name not in self._inputs:
             value = ir.Value()
-            _describe(value, port)
+            describe_port(value, port)
             self._graph.inputs.append(value)
             self._inputs[port.name] = value
         return self._inputs[port.name]
@@ -305,7 +305,7 @@ class _Writer:
         return make.node("GatherElements", both, columns, axis=2)
 
     def _set_output(self, port: Port, value: ir.Value) -> None:
-        _describe(value, port)
+        describe_port(value, port)
         if port.name in self._outputs:
             self._graph.outputs[self._outputs.index(port.name)] = value
         else:
@@ -550,13 +550,6 @@ def _window_parts(made: ir.Value) -> tuple[ir.Value, ir.Value]:
     assert new is not None
     assert columns is not None
     return new, columns
-
-
-def _describe(value: ir.Value, port: Port) -> None:
-    """Write a port's name, dtype and dimensions onto a value."""
-    value.name = port.name
-    value.dtype = _DTYPES[port.dtype]
-    value.shape = ir.Shape([dim if isinstance(dim, int) else str(dim) for dim in port.shape])
 
 
 def _reorder(values: MutableSequence[ir.Value], names: Sequence[str]) -> None:

@@ -64,6 +64,10 @@ FORBIDDEN = {
 _DTYPES = {
     "float32": ir.DataType.FLOAT,
     "float16": ir.DataType.FLOAT16,
+    "bfloat16": ir.DataType.BFLOAT16,
+    "float8_e4m3fn": ir.DataType.FLOAT8E4M3FN,
+    "int8": ir.DataType.INT8,
+    "uint8": ir.DataType.UINT8,
     "int64": ir.DataType.INT64,
 }
 
@@ -337,9 +341,14 @@ def check_inputs_read(model: ir.Model) -> None:
 def set_ports(values: Iterable[ir.Value], ports: Iterable[Port]) -> None:
     """Write names, dtypes and dimensions of the ports onto graph inputs or outputs."""
     for value, port in zip(values, ports, strict=True):
-        value.name = port.name
-        value.dtype = _DTYPES[port.dtype]
-        value.shape = ir.Shape([dim if isinstance(dim, int) else str(dim) for dim in port.shape])
+        describe_port(value, port)
+
+
+def describe_port(value: ir.Value, port: Port) -> None:
+    """Write a port's name, dtype and dimensions onto a value."""
+    value.name = port.name
+    value.dtype = _DTYPES[port.dtype]
+    value.shape = ir.Shape([dim if isinstance(dim, int) else str(dim) for dim in port.shape])
 
 
 def name_values(model: ir.Model) -> None:

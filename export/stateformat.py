@@ -15,7 +15,7 @@ import onnx_ir as ir
 from onnx_ir.passes import common
 
 from fixedstate.errors import ExportError
-from fixedstate.export.passes import name_values
+from fixedstate.export.passes import describe_port, name_values
 from fixedstate.export.precisionplan import HALVES
 from fixedstate.ports import Array, Port
 from fixedstate.spec import ModelSpec
@@ -129,7 +129,7 @@ class _Writer:
         else:
             leaving = self._leave_scaled(place, made, stored, wide, entering)
             for value, target in zip(leaving, (port.present, scale.present), strict=True):
-                _describe(value, target)
+                describe_port(value, target)
 
     def _leave_rounded(self, port: Port, place: int, made: ir.Value) -> None:
         """Hand a state out in 16 bits; whatever read it reads what was handed out.
@@ -141,7 +141,7 @@ class _Writer:
         rounded = out.node("Cast", stored)
         self._put_behind(out, made, rounded)
         self._graph.outputs[place] = stored
-        _describe(stored, port)
+        describe_port(stored, port)
 
     def _leave_scaled(
         self, place: int, made: ir.Value, past: ir.Value, wide: ir.Value, scale: ir.Value
@@ -279,12 +279,5 @@ def _port_value(values: Sequence[ir.Value], port: Port) -> ir.Value:
 
 def _value(port: Port) -> ir.Value:
     value = ir.Value()
-    _describe(value, port)
+    describe_port(value, port)
     return value
-
-
-def _describe(value: ir.Value, port: Port) -> None:
-    """Write a port's name, dtype and dimensions onto a value."""
-    value.name = port.name
-    value.dtype = _DTYPES[port.dtype]
-    value.shape = ir.Shape([dim if isinstance(dim, int) else str(dim) for dim in port.shape])

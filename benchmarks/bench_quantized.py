@@ -1,7 +1,7 @@
 """Quantised bundles beside the float32 one: quality on the shipped models, speed on M100.
 
     python benchmarks/bench_quantized.py quality                    # the three shipped models
-    python benchmarks/bench_quantized.py speed --threads 1,2        # M100
+    python benchmarks/bench_quantized.py speed --threads 1,2        # M100; scores for half an hour
     python benchmarks/bench_quantized.py drift                      # state formats, 1,000 blocks
     python benchmarks/bench_quantized.py memory                     # M100, ranges of 512 feeds
 
@@ -183,14 +183,18 @@ def speed(given: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = given.folder or Path(name)
         bundle, model = bundle_of("m100", folder)
-        data = random_data(bundle, Path(name), 40, 2)
-        table = collect(bundle, data, Policy(masks=(1.0, 0.5), blocks=2), records=8)
-        half = {"max_bytes": given.max_bytes}
-        made = variants(bundle, table, data, Path(name), half, 1, 1)
-        every = {"fp32": bundle} | {variant: one for variant, (one, _) in made.items()}
+        kept = {one: folder / one.replace(":", "-") for one in (*UNIFORM, "searched")}
+        if not all(path.is_dir() for path in kept.values()):
+            data = random_data(bundle, Path(name), 40, 2)
+            table = collect(bundle, data, Policy(masks=(1.0, 0.5), blocks=2), records=8)
+            half = {"max_bytes": given.max_bytes}
+            for variant, (_, report) in variants(bundle, table, data, folder, half, 1, 1).items():
+                print(f"{variant}: {report.nbytes}", flush=True)
+        every = {"fp32": bundle} | {variant: Bundle.open(path) for variant, path in kept.items()}
         for variant, one in every.items():
-            formats = made[variant][1].nbytes if variant in made else {}
-            print(f"{variant}: weights file {file_bytes(one):,} bytes; {formats}", flush=True)
+            print(f"{variant}: weights file {file_bytes(one):,} bytes", flush=True)
+        if given.prepare:
+            return out
         for threads in map(int, given.threads.split(",")):
             torch.set_num_threads(threads)
             subjects: dict[str, Callable[[], object]] = {
@@ -355,7 +359,8 @@ def main() -> None:
     parser.add_argument("--threads", default="1,2")
     parser.add_argument("--runs", type=int, default=15)
     parser.add_argument("--allow-busy", action="store_true")
-    parser.add_argument("--folder", type=Path, help="where M100's bundle is kept between runs")
+    parser.add_argument("--folder", type=Path, help="where M100's bundles are kept between runs")
+    parser.add_argument("--prepare", action="store_true", help="write the bundles, time nothing")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     found = works[given.what](given)

@@ -114,14 +114,23 @@ class Request:
 
 
 class Metric:
+    """A number that one thread changes: server 2.51 crashes once two do (and nothing says so)."""
+
     def __init__(self) -> None:
         self.value = 0.0
+        self._by: threading.Thread | None = None
+
+    def _change(self, value: float) -> None:
+        thread = threading.current_thread()
+        if self._by is not None and self._by.is_alive():
+            assert self._by is thread, f"changed by {self._by.name} and by {thread.name}"
+        self._by, self.value = thread, value
 
     def increment(self, by: float) -> None:
-        self.value += by
+        self._change(self.value + by)
 
     def set(self, value: float) -> None:
-        self.value = value
+        self._change(value)
 
 
 def module() -> types.ModuleType:

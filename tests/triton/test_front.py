@@ -16,8 +16,7 @@ import pytest
 
 from fixedstate.runtime import Request, Settings, load
 
-# See test_server.py.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)  # the first use installs two environments
 
 PROMPT = "set arm_3 17\nget arm_3\n"
 

@@ -258,7 +258,6 @@ def test_decoding_that_has_ended_says_so(load_model, backend):
     first, second = ids(41), ids(41)
     model.execute([first])
     assert first.sender.wait().error.code == "unavailable"
-    model._thread.join(10)
     model.execute([second])
     assert "load the model again" in str(second.sender.wait(1).error)
     assert first.sender.flags == second.sender.flags == [FINAL]

@@ -27,9 +27,7 @@ from fixedstate.runtime import Request, Settings, load
 from fixedstate.runtime.text import Text
 from fixedstate.serve.tritonstream import TritonClient
 
-# Not among the timed tests until it has run twenty times in a row: server 2.51 has crashed under
-# mixed good and bad requests. The first use installs two environments.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)  # the first use installs two environments
 
 QUESTION = "set arm_3 17\nget arm_3\n"
 ENDLESS = {"max_new_tokens": 100_000, "stop_ids": ""}

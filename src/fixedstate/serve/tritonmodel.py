@@ -145,6 +145,16 @@ def check_numpy(version: str, target: str) -> None:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    """What a request is told in place of an answer, and who waits for it."""
+
+    sender: Any
+    said: str
+    code: str
+    outcome: str
+
+
 @dataclass
 class _Job:
     """A request on its way, and who waits for its blocks."""
@@ -213,9 +223,10 @@ class TritonPythonModel:
         self._looked = 0.0
         # Shared with the thread, under the condition:
         self._wake = threading.Condition()
-        self._orders: list[_Job] = []
+        self._orders: list[_Job | _Refusal] = []
         self._open_jobs = 0
         self._stopping = False
+        self._ended = False
         self._why = "the model is being unloaded: ask another server"
         self._thread = threading.Thread(target=self._work, name="fixedstate", daemon=True)
         self._thread.start()
@@ -234,43 +245,53 @@ class TritonPythonModel:
     # --- in the thread of the server's requests
 
     def execute(self, requests: Iterable[Any]) -> None:
-        """Take requests: each is checked, queued and answered later by the thread that decodes.
+        """Take requests: each is checked here, and answered by the thread that decodes.
 
-        What is wrong with one is answered at once and concerns that one only.
+        What is wrong with one concerns that one only. Nothing is sent and nothing counted here: a
+        metric that two threads change at once makes the server of 24.10 read freed memory
+        (``Metric::SaveToSharedMemory`` of triton-inference-server/python_backend holds no lock),
+        and with the server go all requests.
         """
         for request in requests:
             sender = request.get_response_sender()
             try:
-                self._admit(request, sender)
+                order = self._admit(request, sender)
             except BusyError as err:
-                self._refuse(sender, str(err), "UNAVAILABLE", "rejected")
+                order = _Refusal(sender, str(err), "UNAVAILABLE", "rejected")
             except (UsageError, CapacityError, StateError) as err:
-                self._refuse(sender, str(err), "INVALID_ARG", "invalid")
+                order = _Refusal(sender, str(err), "INVALID_ARG", "invalid")
             except Exception as err:
                 self._log(f"a request could not be read: {err!r}")
-                self._refuse(sender, "internal error: see the server's log", "INTERNAL", "error")
+                order = _Refusal(
+                    sender, "internal error: see the server's log", "INTERNAL", "error"
+                )
+            with self._wake:
+                ended = self._ended
+                if not ended:
+                    self._orders.append(order)
+                    self._wake.notify()
+            if ended:  # nothing else is sent or counted any longer
+                self._turn_away(order)
 
-    def _admit(self, request: Any, sender: Any) -> None:
-        """Queue one request; only this thread adds to the open ones."""
+    def _admit(self, request: Any, sender: Any) -> _Job | _Refusal:
+        """Take a place for one request; only this thread takes places.
+
+        Raises:
+            BusyError: where all are taken; it is not read then.
+            UsageError, CapacityError, StateError: naming what is wrong.
+        """
         places = self._setup.slots + self._setup.queue
         with self._wake:
-            if self._stopping:
-                raise BusyError(self._why)
-            if self._open_jobs >= places:
-                raise BusyError(
-                    f"{self._open_jobs} requests are open, {self._setup.slots} slots and "
-                    f"{self._setup.queue} places in the queue are taken: try again once one has "
-                    "ended"
-                )
+            taken = self._open_jobs
+        if taken >= places:
+            raise BusyError(
+                f"{taken} requests are open, {self._setup.slots} slots and {self._setup.queue} "
+                "places in the queue are taken: try again once one has ended"
+            )
         job = self._read(request, sender)
         with self._wake:
-            if self._stopping:  # since then: nobody would answer it
-                raise BusyError(self._why)
-            self._orders.append(job)
             self._open_jobs += 1
-            waiting = self._open_jobs - self._setup.slots
-            self._wake.notify()
-        self._metrics.queued(max(0, waiting))
+        return job
 
     def _read(self, request: Any, sender: Any) -> _Job:
         """What a request asks; its tensors are copied, since they go with the call.
@@ -320,21 +341,30 @@ class TritonPythonModel:
         except Exception as err:
             self._log(f"decoding has ended: {err!r}")
             self._why = "decoding has ended by an error: load the model again"
-        finally:
+        for job in running.values():
+            self._turn_away(job)
+        while True:  # until the model is unloaded somebody must tell the others
+            orders, stopping = self._wait(idle=True)
+            for order in orders:
+                self._turn_away(order)
             with self._wake:
-                self._stopping = True
-                left, self._orders = [*running.values(), *self._orders], []
-            for job in left:
-                self._end(job, self._why, "UNAVAILABLE", "rejected")
+                self._ended = stopping and not self._orders
+                if self._ended:
+                    return
 
     def _serve(self, scheduler: Scheduler, running: dict[int, _Job]) -> None:
         """Take orders and run passes until the model is unloaded."""
         while True:
             orders, stopping = self._wait(scheduler.idle)
+            for order in orders:
+                if stopping:
+                    self._turn_away(order)
+                elif isinstance(order, _Refusal):
+                    self._refuse(order)
+                else:
+                    self._submit(scheduler, order, running)
             if stopping:
                 return
-            for job in orders:
-                self._submit(scheduler, job, running)
             self._drop_cancelled(scheduler, running)
             if scheduler.idle:
                 continue
@@ -353,15 +383,23 @@ class TritonPythonModel:
             self._metrics.active(scheduler.running)
             self._metrics.queued(scheduler.waiting)
 
-    def _wait(self, idle: bool) -> tuple[list[_Job], bool]:
-        """The requests that came since the last call; sleeps while there is nothing to do."""
+    def _wait(self, idle: bool) -> tuple[list[_Job | _Refusal], bool]:
+        """The requests that came since the last call, and whether the model is being unloaded.
+
+        Sleeps while there is nothing to do.
+        """
         with self._wake:
             while idle and not (self._orders or self._stopping):
                 self._wake.wait()
-            if self._stopping:
-                return [], True
             orders, self._orders = self._orders, []
-            return orders, False
+            return orders, self._stopping
+
+    def _turn_away(self, order: _Job | _Refusal) -> None:
+        """Answer what nobody will decode."""
+        if isinstance(order, _Refusal):
+            self._refuse(order)
+        else:
+            self._end(order, self._why, "UNAVAILABLE", "rejected")
 
     def _submit(self, scheduler: Scheduler, job: _Job, running: dict[int, _Job]) -> None:
         try:
@@ -445,13 +483,14 @@ class TritonPythonModel:
 
     # --- ends
 
-    def _refuse(self, sender: Any, said: str, code: str, outcome: str) -> None:
+    def _refuse(self, refusal: _Refusal) -> None:
         """Answer with an error, which is the last response."""
         triton = self._triton
-        error = triton.TritonError(" ".join(said.split()), getattr(triton.TritonError, code))
-        self._metrics.outcome(outcome)
+        code = getattr(triton.TritonError, refusal.code)
+        error = triton.TritonError(" ".join(refusal.said.split()), code)
+        self._metrics.outcome(refusal.outcome)
         try:
-            sender.send(
+            refusal.sender.send(
                 triton.InferenceResponse(output_tensors=[], error=error),
                 flags=triton.TRITONSERVER_RESPONSE_COMPLETE_FINAL,
             )
@@ -461,7 +500,7 @@ class TritonPythonModel:
     def _end(self, job: _Job, said: str, code: str, outcome: str) -> None:
         self._close()
         sender, job.sender = job.sender, None
-        self._refuse(sender, said, code, outcome)
+        self._refuse(_Refusal(sender, said, code, outcome))
 
     def _close(self) -> None:
         with self._wake:

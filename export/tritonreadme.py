@@ -58,10 +58,11 @@ Keep the ports to this machine or a network you trust: release 24.10 has no auth
         -d '{{"text_input": "...", "max_new_tokens": 64, "seed": 1}}'
     fixedstate client localhost:8001 --prompt "..." --model {model}
 
-A failure after the first block arrives inside of the stream as `"error"`, with status 200. A gRPC
-client sends the header `triton_grpc_error: true`, or it loses the code; it sets deadlines, since a
-stub that dies in the middle may leave it without any answer; it does not cancel behind the last
-response, which would keep the model from being unloaded.
+A failure after the first block arrives inside of the stream as `"error"`, with status 200. Streams
+of gRPC carry no code, so a message begins with its own. A gRPC client sets deadlines, since a stub
+that dies in the middle may leave it without any answer. It does not cancel behind the last
+response, which would keep the model from being unloaded, and does not send the header
+`triton_grpc_error`: release 24.10 then reads freed memory behind a refusal and may crash.
 {more}"""
 
 _LIBRARIES = """

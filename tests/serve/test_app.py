@@ -110,6 +110,18 @@ def test_usage_comes_at_the_end_of_a_stream_where_it_is_asked_for(golden_server)
     assert last["usage"]["completion_tokens"] == 40
 
 
+def test_running_usage_counts_what_was_sent(golden_server):
+    """A client that measures needs it: an event is a block of tokens."""
+    with golden_server.client() as client:
+        options = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+        *chunks, last = stream(client, {"prompt": PROMPT, **SAMPLED, **options})
+    sent = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert sent == [6, 14, 22, 30, 38, 40]
+    prompt = last["usage"]["prompt_tokens"]
+    assert [chunk["usage"]["total_tokens"] for chunk in chunks] == [prompt + n for n in sent]
+    assert last["usage"]["completion_tokens"] == 40
+
+
 def test_chat_is_the_conversation_of_the_command(golden_server, golden, text):
     """`fixedstate chat` appends a line break to a line and goes on behind its own answer."""
     messages = [
@@ -245,6 +257,11 @@ REFUSED = {
         {"prompt": "1", "stream_options": {"include_usage": True}},
         400,
         "stream_options",
+    ),
+    "running-usage-alone": (
+        {"prompt": "1", "stream": True, "stream_options": {"continuous_usage_stats": True}},
+        400,
+        None,
     ),
     "unknown": ({"prompt": "1", "top_k": 3}, 400, None),
     "messages": ({"prompt": "1", "messages": []}, 400, None),
@@ -509,6 +526,15 @@ def test_load_is_measured_while_it_lasts(serve_golden):
 
 
 # --- health and measurements
+
+
+@pytest.mark.parametrize("path", ["/health/live", "/health/ready", "/metrics", "/v1/models"])
+def test_the_head_alone_is_that_of_the_whole(golden_server, path):
+    """Load generators and monitors look first whether a page is there."""
+    with golden_server.client() as client:
+        head, whole = client.head(path), client.get(path)
+    assert (head.status_code, head.content) == (200, b"")
+    assert head.headers["content-type"] == whole.headers["content-type"]
 
 
 def test_ready_only_after_the_first_pass(serve_stepped):

@@ -169,6 +169,7 @@ def test_every_bad_request_is_refused_by_name_and_disturbs_nobody(load_model, ba
         sender = request.sender.wait()
         assert sender.flags == [FINAL], name
         assert sender.error.code == "invalid", name
+        assert str(sender.error).startswith("INVALID_ARGUMENT: "), (name, str(sender.error))
         assert words in str(sender.error), (name, str(sender.error))
     assert good.sender.wait().ids == alone([41, 42, 43], max_new_tokens=40)
     assert backend.metrics["fixedstate_requests_total", "invalid"].value == len(BAD)
@@ -200,6 +201,7 @@ def test_full_queue_is_unavailable(load_model, backend):
     requests = [ids(41, max_new_tokens=2000, stop_ids="") for _ in range(3)]
     model.execute(requests)
     assert requests[2].sender.wait(1).error.code == "unavailable"
+    assert str(requests[2].sender.error).startswith("UNAVAILABLE: ")
     assert "try again" in str(requests[2].sender.error)
     for request in requests[:2]:
         request.sender.gone = True

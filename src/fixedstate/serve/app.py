@@ -91,17 +91,20 @@ class Service:
         return "" if self.warm else "the server is starting: its first pass is not done"
 
 
+_READ = ["GET", "HEAD"]  # monitors ask for the head alone
+
+
 def make_app(service: Service) -> Front:
     """The ASGI application of a server."""
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     api = _Api(service)
-    app.add_api_route("/v1/models", api.models, methods=["GET"])
-    app.add_api_route("/v1/models/{name:path}", api.model, methods=["GET"])
+    app.add_api_route("/v1/models", api.models, methods=_READ)
+    app.add_api_route("/v1/models/{name:path}", api.model, methods=_READ)
     app.add_api_route("/v1/completions", api.completions, methods=["POST"])
     app.add_api_route("/v1/chat/completions", api.chat, methods=["POST"])
-    app.add_api_route("/health/live", api.live, methods=["GET"])
-    app.add_api_route("/health/ready", api.ready, methods=["GET"])
-    app.add_api_route("/metrics", api.metrics, methods=["GET"])
+    app.add_api_route("/health/live", api.live, methods=_READ)
+    app.add_api_route("/health/ready", api.ready, methods=_READ)
+    app.add_api_route("/metrics", api.metrics, methods=_READ)
     app.add_exception_handler(FixedStateError, _refused)
     app.add_exception_handler(HTTPException, _no_route)
     app.add_exception_handler(Exception, _failed)

@@ -47,6 +47,7 @@ _NOTHING: dict[str, tuple[object, ...]] = {
     "store": (False,),
     "service_tier": ("auto", "default"),
 }
+_STREAM_OPTIONS = ("include_usage", "continuous_usage_stats")
 _ROLES = ("system", "developer", "user", "assistant")
 _MESSAGE = ("role", "content")
 _FIELDS = (*_NOTHING, "model", "stream", "stream_options", "user", "messages")
@@ -69,12 +70,15 @@ class Call:
         chat: Whether it is a chat completion.
         stream: Whether the answer is sent block by block.
         usage: Whether a stream ends with the numbers of tokens.
+        running_usage: Whether every event before holds those so far (``continuous_usage_stats`` of
+            vLLM): a block is many tokens, so a client that measures cannot count events.
     """
 
     asked: Asked
     chat: bool
     stream: bool
     usage: bool
+    running_usage: bool = False
 
     @property
     def operation(self) -> str:
@@ -110,11 +114,16 @@ def read_call(
         raise UsageError("user must be a text")
     stream = _flag(given.pop("stream", False), "stream")
     options = given.pop("stream_options", {})
-    if not isinstance(options, dict) or set(options) - {"include_usage"}:
-        raise UsageError("stream_options must be an object that holds include_usage, if anything")
+    if not isinstance(options, dict) or set(options) - set(_STREAM_OPTIONS):
+        raise UsageError(
+            f"stream_options must be an object that holds {' or '.join(_STREAM_OPTIONS)}, if "
+            "anything"
+        )
     if options and not stream:
         raise UsageError("stream_options goes with stream: leave it out")
-    usage = _flag(options.get("include_usage", False), "include_usage")
+    usage, running = (_flag(options.get(name, False), name) for name in _STREAM_OPTIONS)
+    if running and not usage:
+        raise UsageError("continuous_usage_stats goes with include_usage: ask for both")
     if turn is None:
         text, ids = _prompt(given.pop("prompt", None))
     else:
@@ -125,7 +134,7 @@ def read_call(
             "return_state does not go with stop: the state would hold what stands behind the stop "
             "text; give stop_ids"
         )
-    return Call(asked, turn is not None, stream, usage)
+    return Call(asked, turn is not None, stream, usage, running)
 
 
 def _prompt(value: object) -> tuple[object, object]:
@@ -220,6 +229,7 @@ class Form:
             "model": model,
         }
         self._first = True
+        self._sent = 0  # tokens
 
     def whole(self, pieces: list[Piece], ending: Ending) -> dict[str, Any]:
         """A whole answer."""
@@ -231,7 +241,8 @@ class Form:
             else {"text": text}
         )
         choice = self._choice(said, ids, ending)
-        return {**self._head, "choices": [choice], "usage": self._usage(ending), **_state(ending)}
+        usage = self._usage(ending.new_tokens) | {"denoise_passes": ending.denoise_passes}
+        return {**self._head, "choices": [choice], "usage": usage, **_state(ending)}
 
     def piece(self, piece: Piece, ending: Ending | None) -> bytes:
         """An event of a stream: a block, with the ending where it is the last."""
@@ -241,8 +252,10 @@ class Form:
         else:
             said = {"text": piece.text}
         self._first = False
+        self._sent = ending.new_tokens if ending else self._sent + len(piece.token_ids)
         choice = self._choice(said, list(piece.token_ids), ending)
-        usage = {"usage": None} if self._call.usage else {}
+        so_far = self._usage(self._sent) if self._call.running_usage else None
+        usage = {"usage": so_far} if self._call.usage else {}
         state = _state(ending) if ending else {}
         return event({**self._head, "choices": [choice], **usage, **state})
 
@@ -251,7 +264,8 @@ class Form:
         done = b"data: [DONE]\n\n"
         if not self._call.usage:
             return done
-        return event({**self._head, "choices": [], "usage": self._usage(ending)}) + done
+        usage = self._usage(ending.new_tokens) | {"denoise_passes": ending.denoise_passes}
+        return event({**self._head, "choices": [], "usage": usage}) + done
 
     def _choice(
         self, said: dict[str, Any], ids: list[int], ending: Ending | None
@@ -259,13 +273,12 @@ class Form:
         reason = ending.finish_reason if ending else None
         return {"index": 0, **said, "token_ids": ids, "logprobs": None, "finish_reason": reason}
 
-    def _usage(self, ending: Ending) -> dict[str, Any]:
+    def _usage(self, new_tokens: int) -> dict[str, Any]:
         prompt = self._prompt_tokens
         return {
             "prompt_tokens": prompt,
-            "completion_tokens": ending.new_tokens,
-            "total_tokens": None if prompt is None else prompt + ending.new_tokens,
-            "denoise_passes": ending.denoise_passes,
+            "completion_tokens": new_tokens,
+            "total_tokens": None if prompt is None else prompt + new_tokens,
         }
 
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from fixedstate.errors import BackendError, DecodeError, FixedStateError, UsageError
+from fixedstate.errors import BackendError, DecodeError
 from fixedstate.runtime.aio import Load
 from fixedstate.serve.answers import Ending, Piece
-from fixedstate.serve.asked import Asked, field_of
+from fixedstate.serve.asked import Asked
 from fixedstate.serve.stops import StopTexts
 from fixedstate.serve.tritonmodel import IDS, TEXT
 from fixedstate.serve.tritonstream import MODEL, Block, address_of, block_of, failure_of
@@ -114,8 +114,6 @@ class TritonAnswers:
             yield request
             await over.wait()  # server 2.51 may crash where an error meets a half-closed stream
 
-        # Without the header that gives errors their code: with it server 2.51 crashes now and then
-        # where good and bad requests come at once.
         return self._client.stream_infer(requests())
 
 
@@ -194,10 +192,10 @@ class TritonAnswer:
                 raise DecodeError(f"{where} ended a stream without its last block") from None
             except AioRpcError as err:
                 self._close()
-                raise failure_of(str(err.code()), err.details() or "", where) from err
+                raise failure_of(err.details() or "", where, str(err.code())) from err
             if error is not None:
                 self._close()
-                raise _failure(str(error.message()), where)
+                raise failure_of(str(error.message()), where)
             block = block_of(result)
             if block is not None:
                 return block
@@ -212,13 +210,6 @@ class TritonAnswer:
     def _close(self) -> None:
         self._over.set()
         self._answers.over(self)
-
-
-def _failure(said: str, where: str) -> FixedStateError:
-    """What an error without a code means: the model's own refusals begin with a parameter."""
-    refused = field_of(UsageError(said)) is not None or said.startswith("the state ")
-    code = "INVALID_ARGUMENT" if refused else ""
-    return failure_of("UNAVAILABLE" if "requests are open" in said else code, said, where)
 
 
 def _parameters(asked: Asked) -> dict[str, str | int | float | bool]:

@@ -55,6 +55,18 @@ OUTPUTS = ("text_output", "token_ids", "block_index", "finish_reason", "state")
 OLDEST = "24.10"
 """The oldest release of the server that this was tried with, version 2.51.0."""
 
+CODES = {
+    "INVALID_ARG": "INVALID_ARGUMENT",
+    "UNAVAILABLE": "UNAVAILABLE",
+    "CANCELLED": "CANCELLED",
+    "INTERNAL": "INTERNAL",
+}
+"""Names of gRPC for those of the Python back end; a message begins with one.
+
+A stream carries no code unless the client asks for it (``triton_grpc_error``), and then server
+2.51 reads freed memory behind a refusal (triton-inference-server/server#8708).
+"""
+
 _OWN = "triton_"  # parameters of the server itself
 _LOOK_SECONDS = 0.005  # between two looks for cancelled requests: each look costs 35 us a request
 _JOIN_SECONDS = 20.0
@@ -487,7 +499,8 @@ class TritonPythonModel:
         """Answer with an error, which is the last response."""
         triton = self._triton
         code = getattr(triton.TritonError, refusal.code)
-        error = triton.TritonError(" ".join(refusal.said.split()), code)
+        said = f"{CODES[refusal.code]}: {' '.join(refusal.said.split())}"
+        error = triton.TritonError(said, code)
         self._metrics.outcome(refusal.outcome)
         try:
             refusal.sender.send(

@@ -13,17 +13,15 @@ from typing import Any
 import numpy as np
 
 from fixedstate.errors import BackendError, BusyError, FixedStateError, UsageError
-from fixedstate.serve.tritonmodel import IDS, TEXT
+from fixedstate.serve.tritonmodel import CODES, IDS, TEXT
 
 MODEL = "fixedstate"
 """Name of the model, unless a repository was written with another one."""
 
-HEADERS = {"triton_grpc_error": "true"}
-"""Of a stream; without them the code of an error is lost."""
-
 _FINAL = "triton_final_response"
 _URL = re.compile(r"(?:grpc://)?([A-Za-z0-9_.-]+|\[[0-9a-fA-F:]+\]):([0-9]{1,5})")
 _REASON = re.compile(r"\[StatusCode\.[A-Z_]+\] ")
+_CODE = re.compile(rf"({'|'.join(CODES.values())}): ")
 
 
 def address_of(url: str) -> str:
@@ -119,7 +117,7 @@ class TritonClient:
         inputs = self._inputs(text, ids)
         arrived: queue.Queue[tuple[Any, Any]] = queue.Queue()
         client = self._client
-        client.start_stream(lambda result, error: arrived.put((result, error)), headers=HEADERS)
+        client.start_stream(lambda result, error: arrived.put((result, error)))
         over = False
         try:
             # A stream that has broken refuses the request; the reason arrives as its response.
@@ -164,19 +162,22 @@ class TritonClient:
     def _failure(self, error: Any) -> FixedStateError:
         """What an error of the server means here."""
         code, said = str(error.status() or ""), str(error.message() or error)
-        return failure_of(code, said, f"model {self._model!r} at {self._url}")
+        return failure_of(said, f"model {self._model!r} at {self._url}", code)
 
 
-def failure_of(code: str, said: str, where: str) -> FixedStateError:
+def failure_of(said: str, where: str, code: str = "") -> FixedStateError:
     """What an error of a Triton server means here.
 
     Args:
-        code: Of gRPC; empty where there is none.
-        said: Its text.
+        said: Its text; our models begin it with the code.
         where: The model and its address, for the message.
+        code: Of gRPC; empty where there is none.
     """
     code = code.removeprefix("StatusCode.")
     said = _REASON.sub("", said).strip()
+    found = _CODE.match(said)
+    if found:
+        code, said = found[1], said[found.end() :]
     if code == "INVALID_ARGUMENT":
         return UsageError(f"the server refused the request: {said}")
     if code == "UNAVAILABLE" and "requests are open" in said:

@@ -16,11 +16,12 @@ Tested with server 2.51.0 (24.10), its Python back end, on a CPU, with Python 3.
 {models}
 
 The model `{model}` gives one response for every finished block: `text_output`, `token_ids`,
-`block_index`, and in the last one `finish_reason` (`stop` or `length`). A request gives
-`text_input` or `input_ids`, and parameters: `max_new_tokens` (or `max_tokens`), `min_new_tokens`,
-`steps`, `threshold`, `temperature`, `seed`, `stop` (one text), `stop_ids` (a text such as `1,2`),
-and where saved states are allowed `state` (base64) and `return_state`. Anything else is refused.
-The server itself cuts whole numbers in JSON to 32 bits: give a larger `seed` as a text.
+`block_index`, `prompt_tokens`, and in the last one `finish_reason` (`stop` or `length`) and
+`denoise_passes`. A request gives `text_input` or `input_ids`, and parameters: `max_new_tokens` (or
+`max_tokens`), `min_new_tokens`, `steps`, `threshold`, `temperature`, `seed`, `stop` (one text),
+`stop_ids` (a text such as `1,2`), and where saved states are allowed `state` (base64) and
+`return_state`. Anything else is refused. The server itself cuts whole numbers in JSON to 32 bits:
+give a larger `seed` as a text.
 
 {slots} requests run together, {queue} wait, more are refused as unavailable (UNAVAILABLE over
 gRPC, 400 with the reason on an HTTP stream). A prompt has

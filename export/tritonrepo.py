@@ -226,6 +226,8 @@ def model_config(name: str, setup: ModelSetup, *, on_card: bool = False) -> Tree
             tensor("token_ids", "TYPE_INT64", [-1]),
             tensor("block_index", "TYPE_INT32", [1]),
             tensor("finish_reason", "TYPE_STRING", [1]),
+            tensor("prompt_tokens", "TYPE_INT64", [1]),
+            tensor("denoise_passes", "TYPE_INT64", [1]),
             tensor("state", "TYPE_STRING", [1]),
         ],
         "instance_group": [_instances(1, on_card)],

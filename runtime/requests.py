@@ -89,6 +89,12 @@ class Request:
     keep_state: bool = False
     keep_tokens: bool = True
 
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt, those of the saved state among them."""
+        before = 0 if self.prefix is None else self.prefix.past_length + len(self.prefix.pending)
+        return before + len(self.prompt_ids)
+
 
 @dataclass(frozen=True, slots=True)
 class Rules:

@@ -132,13 +132,17 @@ def server_package() -> Path:
 
 @pytest.fixture(scope="session")
 def start_server(server_package, runtime310, tmp_path_factory) -> Callable[..., TritonServer]:
-    """Start a server by the repository's own launch.py: ``with start_server(folder) as server``."""
+    """Start a server by the repository's own launch.py: ``with start_server(folder) as server``.
+
+    STUB_PYTHON names the Python of another environment for its stubs.
+    """
+    python = os.environ.get("STUB_PYTHON") or str(runtime310.python)
 
     def start(repository: Path, *options: str, server_options: tuple[str, ...] = ()):
         return TritonServer(
             [
                 *(sys.executable, str(repository / "launch.py")),
-                *("--pytriton", str(server_package), "--python", str(runtime310.python)),
+                *("--pytriton", str(server_package), "--python", python),
                 *("--exit-timeout", "15", "--deadline", "120", *options),
             ],
             free_ports(3),

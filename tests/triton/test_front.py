@@ -55,11 +55,17 @@ def test_the_front_gives_what_the_decoder_gives(front, decoder):
     """Whole and in blocks, with a seed, through two servers."""
     settings = Settings(40, temperature=1.0, seed=2**64 - 1, stop_ids=())
     ids = [10, 11, 12]
-    expected = list(decoder.generate([Request(ids, settings)])[0].token_ids)
+    result = decoder.generate([Request(ids, settings)])[0]
+    expected = list(result.token_ids)
     body = {"prompt": ids, "max_tokens": 40, "temperature": 1, "seed": 2**64 - 1, "stop_ids": []}
     answer = front.post("/v1/completions", json=body).json()
     assert answer["choices"][0]["token_ids"] == expected
-    assert answer["usage"]["completion_tokens"] == 40
+    assert answer["usage"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": 40,
+        "total_tokens": 43,
+        "denoise_passes": result.denoise_passes,
+    }
     chunks = chunks_of(front.post("/v1/completions", json={**body, "stream": True}))
     assert [t for c in chunks for t in c["choices"][0]["token_ids"]] == expected
     assert len(chunks) == 3

@@ -56,7 +56,10 @@ def test_TS_10_one_final_flag_with_the_last_block(load_model, bundle, alone, set
         "token_ids": np.dtype(np.int64),
         "block_index": np.dtype(np.int32),
         "finish_reason": np.dtype(object),
-    }
+        "prompt_tokens": np.dtype(np.int64),
+    } | ({"denoise_passes": np.dtype(np.int64)} if blocks == 1 else {})
+    assert sender.blocks[0]["prompt_tokens"] == len(prompt)
+    assert sender.blocks[-1]["denoise_passes"] >= blocks
 
 
 def test_TS_10_refused_request_has_one_final_flag(load_model):

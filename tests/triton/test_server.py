@@ -127,8 +127,9 @@ def test_blocks_come_in_order_with_names_and_types(server, bundle, alone):
         "token_ids": "INT64",
         "block_index": "INT32",
         "finish_reason": "BYTES",
+        "prompt_tokens": "INT64",
     }
-    assert [entry[0] for entry in found] == [types] * 3
+    assert [entry[0] for entry in found] == [types, types, types | {"denoise_passes": "INT64"}]
     assert [entry[1] for entry in found] == [[0], [1], [2]]
     expected = alone(prompt, max_new_tokens=40, stop_ids=())
     first = 16 - len(prompt) % 16  # beside the end of the prompt

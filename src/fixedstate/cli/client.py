@@ -141,5 +141,7 @@ def _document(blocks: list[Block], seconds: float) -> dict[str, Any]:
         "token_ids": [token for block in blocks for token in block.token_ids],
         "finish_reason": blocks[-1].finish_reason or "cancelled" if blocks else "cancelled",
         "blocks": len(blocks),
+        "prompt_tokens": blocks[-1].prompt_tokens if blocks else None,
+        "denoise_passes": blocks[-1].denoise_passes if blocks else None,
         "seconds": seconds,
     }

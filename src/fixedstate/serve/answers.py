@@ -51,7 +51,8 @@ class Ending:
         finish_reason: ``stop``, ``length``, ``cancelled`` or ``error``.
         error: What went wrong, where the reason is ``error``.
         new_tokens: Tokens of the answer.
-        denoise_passes: Passes that they took; None where it is not known.
+        denoise_passes: Passes that they took; None where it is not known, as of a Triton server
+            whose answer was cut here.
         state: The bytes of the state behind the answer, where it was asked for.
     """
 
@@ -67,7 +68,7 @@ class Answer(Protocol):
 
     @property
     def prompt_tokens(self) -> int | None:
-        """Tokens of the prompt, those of a saved state among them; None where not known here."""
+        """Tokens of the prompt, those of a saved state among them; None where not known yet."""
         ...
 
     @property
@@ -254,8 +255,7 @@ class LocalAnswer:
         self._answers, self._events = answers, events
         self._pieces = text.incremental() if text else None
         self._stop = StopTexts(stop)
-        before = request.prefix.past_length + len(request.prefix.pending) if request.prefix else 0
-        self.prompt_tokens: int | None = before + len(request.prompt_ids)
+        self.prompt_tokens: int | None = request.prompt_tokens
         self.ending: Ending | None = None
 
     async def next(self) -> Piece | None:

@@ -225,17 +225,12 @@ class _Run:
     def begin(self, call: openai.Call, answer: Answer) -> None:
         """The answer was asked for."""
         self.answer = answer
-        self.form = openai.Form(
-            call,
-            request_id.get(),
-            self._service.model,
-            int(time.time()),
-            answer.prompt_tokens,
-        )
+        self.form = openai.Form(call, request_id.get(), self._service.model, int(time.time()))
 
     async def next(self) -> Piece | None:
         """The next block; the last one ends the measurement."""
         piece = await self.answer.next()
+        self.form.prompt_tokens = self.answer.prompt_tokens
         if piece is not None and self._first is None:
             self._first = time.perf_counter()
             self._first_tokens = len(piece.token_ids)

@@ -212,14 +212,14 @@ class Form:
         request_id: The id of the request.
         model: The name of the model.
         created: Seconds since 1970.
-        prompt_tokens: Tokens of the prompt; None where they are not known.
+
+    Attributes:
+        prompt_tokens: Tokens of the prompt; None where they are not known yet.
     """
 
-    def __init__(
-        self, call: Call, request_id: str, model: str, created: int, prompt_tokens: int | None
-    ) -> None:
+    def __init__(self, call: Call, request_id: str, model: str, created: int) -> None:
         self._call = call
-        self._prompt_tokens = prompt_tokens
+        self.prompt_tokens: int | None = None
         prefix, kind = ("chatcmpl", "chat.completion") if call.chat else ("cmpl", "text_completion")
         chunk = f"{kind}.chunk" if call.chat and call.stream else kind
         self._head = {
@@ -274,7 +274,7 @@ class Form:
         return {"index": 0, **said, "token_ids": ids, "logprobs": None, "finish_reason": reason}
 
     def _usage(self, new_tokens: int) -> dict[str, Any]:
-        prompt = self._prompt_tokens
+        prompt = self.prompt_tokens
         return {
             "prompt_tokens": prompt,
             "completion_tokens": new_tokens,

@@ -140,7 +140,7 @@ class TritonAnswer:
         self._over = over
         self._stop = StopTexts(asked.stop)
         self._tokens = 0
-        self.prompt_tokens = None if asked.ids is None or asked.state else len(asked.ids)
+        self.prompt_tokens: int | None = None
         self.ending: Ending | None = None
 
     async def next(self) -> Piece | None:
@@ -152,6 +152,7 @@ class TritonAnswer:
         except BaseException:
             self.cancel()
             raise
+        self.prompt_tokens = block.prompt_tokens
         last = block.finish_reason is not None
         if last:
             self._close()
@@ -166,7 +167,7 @@ class TritonAnswer:
                 finish_reason="stop" if found else str(block.finish_reason),
                 error=None,
                 new_tokens=self._tokens,
-                denoise_passes=None,
+                denoise_passes=block.denoise_passes,
                 state=base64.b64decode(block.state) if block.state else None,
             )
         return Piece(block.token_ids, text)

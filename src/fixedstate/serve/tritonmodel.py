@@ -49,8 +49,11 @@ BUNDLE = "bundle"
 TEXT, IDS = "text_input", "input_ids"
 """Inputs of the model; a request gives one of them."""
 
-OUTPUTS = ("text_output", "token_ids", "block_index", "finish_reason", "state")
-"""Outputs of the model; ``state`` comes with the last block, where the request asked for it."""
+OUTPUTS = (
+    *("text_output", "token_ids", "block_index", "finish_reason", "prompt_tokens"),
+    *("denoise_passes", "state"),
+)
+"""Outputs of the model; the last two come with the last block, ``state`` if it was asked for."""
 
 OLDEST = "24.10"
 """The oldest release of the server that this was tried with, version 2.51.0."""
@@ -457,7 +460,7 @@ class TritonPythonModel:
         # Numbers first: who has seen the block must find it counted.
         self._metrics.block(len(event.token_ids), self._taken_passes())
         if result is None:
-            if not self._send(job, self._tensors(event, text), last=False):
+            if not self._send(job, self._tensors(job, event, text), last=False):
                 scheduler.cancel(number)
                 scheduler.result(number)
                 del running[number]
@@ -466,19 +469,21 @@ class TritonPythonModel:
         self._metrics.outcome("ok")
         self._metrics.active(scheduler.running)
         self._close()
-        tensors = self._tensors(event, text)
+        tensors = self._tensors(job, event, text)
+        tensors["denoise_passes"] = np.array([result.denoise_passes], np.int64)
         if job.request.keep_state:
             state = b"" if result.state is None else result.state.to_bytes()
             tensors["state"] = _bytes(base64.b64encode(state))
         self._send(job, tensors, last=True)
         job.sender = None  # a sender that lives keeps the model from being unloaded
 
-    def _tensors(self, event: BlockEvent, text: str) -> dict[str, Any]:
+    def _tensors(self, job: _Job, event: BlockEvent, text: str) -> dict[str, Any]:
         return {
             "text_output": _bytes(text.encode()),
             "token_ids": np.array(event.token_ids, np.int64),
             "block_index": np.array([event.block], np.int32),
             "finish_reason": _bytes((event.finish_reason or "").encode()),
+            "prompt_tokens": np.array([job.request.prompt_tokens], np.int64),
         }
 
     def _send(self, job: _Job, tensors: Mapping[str, Any], *, last: bool) -> bool:

@@ -49,6 +49,8 @@ class Block:
         token_ids: Its new tokens.
         finish_reason: Why the answer ended with it; None where it goes on.
         state: The state behind the answer in base64, where it was asked for; else empty.
+        prompt_tokens: Tokens of the prompt, those of a saved state among them.
+        denoise_passes: Passes that the answer took; known with the last block.
     """
 
     index: int
@@ -56,6 +58,8 @@ class Block:
     token_ids: tuple[int, ...]
     finish_reason: str | None
     state: str = ""
+    prompt_tokens: int | None = None
+    denoise_passes: int | None = None
 
 
 class TritonClient:
@@ -195,9 +199,16 @@ def block_of(result: Any) -> Block | None:
         value = result.as_numpy(name)
         texts[name] = "" if value is None else value.ravel()[0].decode()
     return Block(
-        index=int(result.as_numpy("block_index").ravel()[0]),
+        index=_number(result, "block_index") or 0,
         text=texts["text_output"],
         token_ids=tuple(ids.ravel().tolist()),
         finish_reason=texts["finish_reason"] or None,
         state=texts["state"],
+        prompt_tokens=_number(result, "prompt_tokens"),
+        denoise_passes=_number(result, "denoise_passes"),
     )
+
+
+def _number(result: Any, name: str) -> int | None:
+    value = result.as_numpy(name)
+    return None if value is None else int(value.ravel()[0])

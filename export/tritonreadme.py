@@ -9,7 +9,8 @@ _TEXT = """\
 # Model repository of Triton Inference Server
 
 Written by fixedstate {fixedstate} for Triton {target_version} or newer (server {lowest_server}).
-Tested with server 2.51.0 (24.10), its Python back end, on a CPU, with Python 3.10 and numpy 1.26.
+Tested with server 2.51.0 (24.10), its Python back end, on a CPU, with Python 3.10 and 3.12 and
+numpy 1.26.
 
 | folder | model |
 | --- | --- |

@@ -61,7 +61,7 @@ FORBIDDEN = {
 }
 """Operators of the standard domain that the portable file must not hold, and why."""
 
-_DTYPES = {
+ONNX_DTYPES = {
     "float32": ir.DataType.FLOAT,
     "float16": ir.DataType.FLOAT16,
     "bfloat16": ir.DataType.BFLOAT16,
@@ -347,7 +347,7 @@ def set_ports(values: Iterable[ir.Value], ports: Iterable[Port]) -> None:
 def describe_port(value: ir.Value, port: Port) -> None:
     """Write a port's name, dtype and dimensions onto a value."""
     value.name = port.name
-    value.dtype = _DTYPES[port.dtype]
+    value.dtype = ONNX_DTYPES[port.dtype]
     value.shape = ir.Shape([dim if isinstance(dim, int) else str(dim) for dim in port.shape])
 
 

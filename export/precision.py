@@ -25,8 +25,12 @@ PRECISIONS = {name: states.PRECISIONS[name] for name in ("fp16", "bf16")}
 """Io dtype of every precision that a float32 graph can be converted to."""
 
 
-def half_precision(name: str) -> Precision:
+def half_precision(name: str, given: Precision | None = None) -> Precision:
     """``fp16`` or ``bf16``: io and kv in that dtype, scan state float32.
+
+    Args:
+        name: Of the precision.
+        given: Of the float32 graphs; states and keys that it keeps in fewer bits stay so.
 
     Raises:
         UsageError: for another name.
@@ -35,16 +39,20 @@ def half_precision(name: str) -> Precision:
         raise UsageError(
             f"precision {name!r} cannot be converted to; use one of {', '.join(PRECISIONS)}"
         )
-    return Precision(io=PRECISIONS[name], state="float32", kv=PRECISIONS[name])
+    return (given or Precision()).at(PRECISIONS[name])
 
 
 def convert(
-    model: ir.Model, spec: ModelSpec, precision: str, fp32_layers: Collection[int] = ()
+    model: ir.Model,
+    spec: ModelSpec,
+    precision: str,
+    fp32_layers: Collection[int] = (),
+    given: Precision | None = None,
 ) -> ir.Model:
     """Make a half precision graph of one float32 graph, in place.
 
     Weights that become half have dtype and shape, but no values: :func:`convert_bundle` writes
-    those. The ports are the ones of ``StateSpec.of(spec, half_precision(precision))``.
+    those. The ports are the ones of ``StateSpec.of(spec, half_precision(precision, given))``.
 
     Args:
         model: The finished graph of one role of a float32 bundle.
@@ -52,18 +60,23 @@ def convert(
         precision: ``fp16`` or ``bf16``.
         fp32_layers: Indices of layers that stay float32 as a whole. Their ports do not; what they
             add to is float32 behind them.
+        given: Of the bundle; float32 as a whole if not given.
 
     Raises:
         UsageError: for another precision, or for a layer that there is not.
     """
-    return convert_together([model], spec, precision, fp32_layers)[0]
+    return convert_together([model], spec, precision, fp32_layers, given)[0]
 
 
 def convert_together(
-    models: Sequence[ir.Model], spec: ModelSpec, precision: str, fp32_layers: Collection[int]
+    models: Sequence[ir.Model],
+    spec: ModelSpec,
+    precision: str,
+    fp32_layers: Collection[int],
+    given: Precision | None = None,
 ) -> Sequence[ir.Model]:
     """Convert the graphs of one weights file together: a weight has one dtype in all of them."""
-    chosen = half_precision(precision)
+    chosen = half_precision(precision, given)
     kept = _checked_layers(models, spec, fp32_layers)
     state = StateSpec.of(spec, chosen)
     wide: set[str] = set()

@@ -27,13 +27,14 @@ from fixedstate.runtime.compare import (
     PortDifference,
     Spread,
     Tolerance,
+    decoded,
     draw_inputs,
     spread_difference,
 )
 from fixedstate.runtime.engine import SessionEngine
 from fixedstate.runtime.ort import OrtSession, open_sessions
 from fixedstate.spec import ModelSpec
-from fixedstate.state import Precision, StateSpec, graph_ports, split_role
+from fixedstate.state import KvFormat, StateSpec, graph_ports, split_role
 
 CHECKED_BLOCKS = 4
 """Blocks along which :func:`check_precision` compares."""
@@ -46,6 +47,13 @@ SAMPLE = (
 )
 """Text along which models with a tokenizer are compared."""
 
+_STEPS = {
+    "float16": 2.0**-10,
+    "bfloat16": 2.0**-7,
+    "int8row": 1 / 127,
+    "int8": 1 / 127,
+    "float8_e4m3fn": 32 / 448,
+}
 _CHECKED_ROWS = 3
 _ROUNDED = ".rounded.onnx"  # how the files end that are run in place of half graphs
 
@@ -112,7 +120,8 @@ def check_precision(
     the smallest change, in half as in another order of summation. So graphs are compared twice:
     without those roundings on either side, which the tolerance is for, and as they are, where a
     port may differ by twice as much more as the roundings change it in the float32 graph: once for
-    each side.
+    each side. States, keys and values that are stored in fewer bits are compared as the numbers that
+    they stand for, and may differ by one step of their format beside.
 
     Args:
         bundle: The float32 bundle, its weights quantised or not.
@@ -260,16 +269,23 @@ def _found(place: str, port: PortDifference, spread: Spread, tolerance: Toleranc
 @contextlib.contextmanager
 def _runnable(converted: Bundle) -> Iterator[Bundle]:
     """The bundle as float32 graphs that round, which ONNX Runtime's CPU provider runs as told."""
-    state = StateSpec.of(converted.spec)
+    precision = converted.precision.at("float32")
+    state = StateSpec.of(converted.spec, precision)
+    kept = {
+        port.name
+        for pair in state.ports
+        for port in (pair.past, pair.present)
+        if port.dtype in ("float16", "bfloat16")
+    }
     made: dict[str, Graph] = {}
     try:
         for role, graph in converted.graphs.items():
-            model = emulate_half(multiply_out(ir.load(converted.path / graph.file)))
+            model = emulate_half(multiply_out(ir.load(converted.path / graph.file)), kept)
             inputs, outputs = graph_ports(converted.spec, state, role, graph.top_k)
             made[role] = replace(graph, file=role + _ROUNDED, inputs=inputs, outputs=outputs)
             data = ir.to_proto(model).SerializeToString()
             write_atomic(converted.path / made[role].file, data)
-        yield replace(converted, precision=Precision(), state=state, graphs=made)
+        yield replace(converted, precision=precision, state=state, graphs=made)
     finally:
         for graph in made.values():
             (converted.path / graph.file).unlink(missing_ok=True)
@@ -385,20 +401,29 @@ def _differences(
 ) -> Iterator[_Found]:
     """How the graphs of some roles differ, the float32 side before the other one.
 
-    `more` is what a port may differ by beside the tolerance, by its name.
+    `more` is what a port may differ by beside the tolerance, by its name. What is stored in fewer
+    bits may differ by a step of its format beside: a value near the middle of two steps goes to the
+    other one for the smallest change. So that such steps do not add up from block to block, every
+    block then begins with the states of the float32 side.
     """
+    steps = _steps(bundle)
 
     def judged(right: _Seen, given: _Seen) -> Iterator[_Found]:
         expected = list(right)  # all of it, so that its graph is closed before the next is loaded
         for (place, wanted), (_, got) in zip(expected, given, strict=True):
             for port in {**wanted, **got}:
-                extra = (more or {}).get(port.partition(",")[0], 0.0)
+                name = port.partition(",")[0]
+                extra = (more or {}).get(name, 0.0) + steps.get(name, 0.0)
                 limit = replace(tolerance, relative=tolerance.relative + extra)
                 yield _difference(place, port, wanted[port], got[port], limit)
 
-    for role, walk in (("full", _whole), ("commit_denoise", _fused)):
-        if role in roles:
-            yield from judged(walk(bundle, way, threads), walk(half, way, threads))
+    if "full" in roles:
+        yield from judged(_whole(bundle, way, threads), _whole(half, way, threads))
+    if "commit_denoise" in roles:
+        seen: list[_Rows] = []
+        right = list(_fused(bundle, way, threads, seen=seen))
+        begin = [_at(half, rows) for rows in seen] if steps else None
+        yield from judged(iter(right), _fused(half, way, threads, begin=begin))
     if not {"commit", "denoise"} & set(roles):
         return
     # who commits where the converted graphs do not: the states of the float32 side serve both
@@ -408,13 +433,30 @@ def _differences(
     if "denoise" in roles:
         logits = list(_denoised(bundle, states, way, threads))
     if "commit" in roles:
-        for index, rows in enumerate(_committed(half, "commit", way, threads)):
-            yield from judged(_carried(index, states[index]), _carried(index, rows))
-            states[index] = rows  # there are never two sets of them
+        begin = [_at(half, rows) for rows in states] if steps else None
+        for index, rows in enumerate(_committed(half, "commit", way, threads, begin)):
+            yield from judged(
+                _carried(index, states[index], bundle), _carried(index, rows, half)
+            )
+            states[index] = _at(half, states[index]) if steps else rows
     else:
-        states = [tuple(row.at(half.state) for row in rows) for rows in states]
+        states = [_at(half, rows) for rows in states]
     if "denoise" in roles:
         yield from judged(iter(logits), _denoised(half, states, way, threads))
+
+
+def _steps(bundle: Bundle) -> dict[str, float]:
+    """Largest step between two stored numbers as a share of a port's largest value, by suffix."""
+    precision, form = bundle.precision, KvFormat.named(bundle.precision.kv)
+    cached = 2 / (2**form.bits - 1) if form.bits else _STEPS.get(form.name, 0.0)
+    stored = {port.layer for port in bundle.state.committed if port.kind == "key_scale"}
+    found = {}
+    for port in bundle.state.committed:
+        if port.kind == "ssm" and precision.state != "float32":
+            found[port.suffix] = _STEPS[precision.state]
+        elif port.layer in stored and port.kind in ("key", "value"):
+            found[port.suffix] = cached
+    return found
 
 
 def _session(bundle: Bundle, role: str, threads: int | None) -> OrtSession:
@@ -448,10 +490,12 @@ def _rows(engine: SessionEngine) -> _Rows:
     )
 
 
-def _carried(index: int, rows: _Rows) -> _Seen:
-    """States behind a block, by port and row."""
+def _carried(index: int, rows: _Rows, bundle: Bundle) -> _Seen:
+    """States behind a block as the numbers that they stand for, by port and row."""
     arrays = {
-        f"{p}, row {i}": array for i, row in enumerate(rows) for p, array in row.arrays.items()
+        f"{port}, row {i}": array
+        for i, row in enumerate(rows)
+        for port, array in decoded(bundle.state, row.arrays, bundle.spec).items()
     }
     for i, row in enumerate(rows):
         if row.last_logits is not None:
@@ -459,10 +503,31 @@ def _carried(index: int, rows: _Rows) -> _Seen:
     yield f"block {index}, state", arrays
 
 
-def _committed(bundle: Bundle, role: str, way: _Way, threads: int | None) -> Iterator[_Rows]:
-    """States behind every block, by a graph that commits."""
+def _at(bundle: Bundle, rows: _Rows) -> _Rows:
+    return tuple(row.at(bundle.state) for row in rows)
+
+
+def _set(engine: SessionEngine, rows: _Rows) -> None:
+    """Let every row carry this."""
+    for number, row in enumerate(rows):
+        engine.write(number, row.arrays, row.past_length, row.last_logits)
+
+
+def _committed(
+    bundle: Bundle,
+    role: str,
+    way: _Way,
+    threads: int | None,
+    begin: Sequence[_Rows] | None = None,
+) -> Iterator[_Rows]:
+    """States behind every block, by a graph that commits.
+
+    A block begins with what the one before left, or with what `begin` has behind that one.
+    """
     engine = _engine(bundle, role, threads)
-    for block, lengths in zip(way.clean, way.lengths, strict=False):
+    for index, (block, lengths) in enumerate(zip(way.clean, way.lengths, strict=False)):
+        if begin and index:
+            _set(engine, begin[index - 1])
         engine.commit(block, lengths)
         yield _rows(engine)
 
@@ -471,8 +536,8 @@ def _denoised(bundle: Bundle, states: Sequence[_Rows], way: _Way, threads: int |
     """Logits of every block behind the states of those before it."""
     engine = _engine(bundle, "denoise", threads)
     for index, block in enumerate(way.masked[: min(len(states) + 1, CHECKED_BLOCKS)]):
-        for number, row in enumerate(states[index - 1] if index else ()):
-            engine.write(number, row.arrays, row.past_length, row.last_logits)
+        if index:
+            _set(engine, states[index - 1])
         yield from _passes(engine, index, block)
 
 
@@ -482,14 +547,34 @@ def _passes(engine: SessionEngine, index: int, block: Array) -> _Seen:
         yield f"block {index}, denoise pass {step + 1}", {"logits": engine.denoise(block).copy()}
 
 
-def _fused(bundle: Bundle, way: _Way, threads: int | None) -> _Seen:
-    """Logits and states of the graph that commits and denoises, used in both ways."""
+def _fused(
+    bundle: Bundle,
+    way: _Way,
+    threads: int | None,
+    *,
+    begin: Sequence[_Rows] | None = None,
+    seen: list[_Rows] | None = None,
+) -> _Seen:
+    """Logits and states of the graph that commits and denoises, used in both ways.
+
+    Args:
+        bundle: The bundle.
+        way: Its tokens.
+        threads: Of a pass.
+        begin: What every block but the first begins with, in place of what the one before left.
+        seen: Gets what is carried behind every block.
+    """
     engine = _engine(bundle, "commit_denoise", threads)
     for index in range(CHECKED_BLOCKS):
+        if begin and index:
+            _set(engine, begin[index - 1])
         yield from _passes(engine, index, way.masked[index])
         both = np.concatenate([way.clean[index], way.masked[index + 1]], 1)
         yield f"block {index}, commit_denoise", {"logits": engine.commit_denoise(both).copy()}
-        yield from _carried(index, _rows(engine))
+        rows = _rows(engine)
+        if seen is not None:
+            seen.append(rows)
+        yield from _carried(index, rows, bundle)
 
 
 def _whole(bundle: Bundle, way: _Way, threads: int | None) -> _Seen:

@@ -13,9 +13,9 @@ import onnx_ir as ir
 
 from fixedstate.bundle import MANIFEST, WEIGHTS, Bundle, Graph, sha256_of, write_atomic
 from fixedstate.errors import BackendError, UsageError
-from fixedstate.export.passes import is_weight, lint, serialised
+from fixedstate.export.passes import ONNX_DTYPES, is_weight, lint, serialised
 from fixedstate.export.precision import convert_together, half_precision
-from fixedstate.export.precisionplan import HALVES, LAYER, NUMPY_HALVES
+from fixedstate.export.precisionplan import LAYER, NUMPY_HALVES
 from fixedstate.export.weightfile import Place, layout, places_in, point_at_weights, write_pieces
 from fixedstate.state import Precision, StateSpec, graph_ports
 
@@ -54,8 +54,8 @@ def convert_bundle(
         BundleError: where a file cannot be written.
     """
     say = progress or (lambda _: None)
-    chosen = half_precision(precision)
-    if bundle.precision != Precision():
+    chosen = half_precision(precision, bundle.precision)
+    if bundle.precision.at("float32") != bundle.precision:
         raise UsageError(
             f"{bundle.path} is {bundle.precision}, and only a float32 bundle can be converted to "
             f"{precision}: export it at --precision fp32"
@@ -67,7 +67,9 @@ def convert_bundle(
     stored: dict[str, Place] = {}
     for model in models.values():
         stored |= places_in(model)
-    convert_together(list(models.values()), bundle.spec, precision, fp32_layers)
+    convert_together(
+        list(models.values()), bundle.spec, precision, fp32_layers, bundle.precision
+    )
     places, digest = _write_weights(models.values(), stored, bundle.path / WEIGHTS, folder, say)
     state = StateSpec.of(bundle.spec, chosen)
     made: dict[str, Graph] = {}
@@ -93,9 +95,8 @@ def _check_ports(model: ir.Model, dtypes: Mapping[str, str]) -> None:
     Raises:
         BackendError: naming the port.
     """
-    spelled = {"float32": ir.DataType.FLOAT, "int64": ir.DataType.INT64, **HALVES}
     for value in itertools.chain(model.graph.inputs, model.graph.outputs):
-        if value.dtype != spelled[dtypes[value.name or ""]]:
+        if value.dtype != ONNX_DTYPES[dtypes[value.name or ""]]:
             raise BackendError(
                 f"port {value.name!r} of the converted graph is {value.dtype}, expected "
                 f"{dtypes[value.name or '']}: please report this model"

@@ -13,7 +13,8 @@ Values meet by casts; where one side is float32, the result is. A weight that a 
 reads stays float32. Of a quantised weight the scales become half, and so does what its
 DequantizeLinear gives; scales that have a scale of their own stay as they are, since that one is
 too small for float16. An activation is quantised in float32 by its own scale, and dequantised to
-half. These are the islands of ``export --precision fp16``, except that gates of an MLP and sums
+half. Ports of states, keys and values that are stored in fewer bits stay as they are: they are made
+of float32 numbers and read as such, and what keys and values are read as is cast for their products. These are the islands of ``export --precision fp16``, except that gates of an MLP and sums
 that a float32 operator reads stay float32 here.
 """
 
@@ -66,6 +67,12 @@ _SCORING = ("Add", "Div", "Mul", "Tanh")
 _ADDING = ("Add", "Sub", "Mul", "Div")
 """What may stand between a product and the carried state that it is part of."""
 
+_STORING = ("Cast", "Clip", "Round")
+"""What stands between a scan state and the numbers that it is stored as."""
+
+_BESIDE = ("_scale", "_recent")
+"""Ends of the kinds of ports that belong to keys, values and states stored in fewer bits."""
+
 ANY_DTYPE = ("Shape", "Size")
 
 
@@ -112,6 +119,9 @@ class HalfPlan:
         self.ports = {
             port.name: port.dtype for pair in state.ports for port in (pair.past, pair.present)
         }
+        for value in (*model.graph.inputs, *model.graph.outputs):
+            if value.name in self.ports and value.dtype != ir.DataType.FLOAT:
+                self.ports[value.name] = "float32"  # stored in fewer bits already: it stays so
         self._outputs = set(model.graph.outputs)
         self._roots: dict[ir.Value, str] = {}
         self._steps: set[str] = set()  # weights that are the scales of quantised ones
@@ -125,8 +135,18 @@ class HalfPlan:
         for node in model.graph:
             self._follow(node)
         self._scores = self._find_scores()
-        carried = [pair.present.name for pair in state.committed if pair.present.dtype == "float32"]
-        self._carried = self._find_carried(carried)
+        self._carried = self._find_carried(
+            [
+                pair.present.name
+                for pair in state.committed
+                if pair.kind == "ssm"
+                or (pair.present.dtype == "float32" and not pair.kind.endswith(_BESIDE))
+            ]
+        )
+        stored = {pair.layer for pair in state.committed if pair.kind == "key_scale"}
+        self._decoded = self._find_decoded(
+            [pair.past.name for pair in state.committed if pair.layer in stored]
+        )
         exact: set[ir.Node] = set()  # softmaxes whose scores stay float32
         while True:
             before = len(exact)
@@ -203,6 +223,21 @@ class HalfPlan:
                 waiting += moved_by(node)
             elif node.op_type in _ADDING:
                 waiting += node.inputs
+            elif node.op_type in _STORING:
+                waiting.append(node.inputs[0])
+        return found
+
+    def _find_decoded(self, names: Collection[str]) -> set[ir.Value]:
+        """What stored keys and values are read as: float32, and half for a product as it is."""
+        found = {value for value in self.model.graph.inputs if value.name in names}
+        for node in self.model.graph:
+            if node.domain != "" or node.op_type in ("MatMul", "Gemm", "Softmax", *ANY_DTYPE):
+                continue
+            floats = [v for v in node.inputs if v is not None and v.dtype == ir.DataType.FLOAT]
+            if any(value in found for value in node.inputs) and all(
+                value in found or is_constant(value) for value in floats
+            ):
+                found |= set(node.outputs)
         return found
 
     # --- dtypes, in the order of the graph -------------------------------------------------------
@@ -267,11 +302,14 @@ class HalfPlan:
             return False
         softmax = self._scores.get(node)
         if softmax is not None:
-            if any(v in self._of_port and v not in self.half for v in (left, right)):
+            if any(v in self._of_port and not self._can_be_half(v) for v in (left, right)):
                 exact.add(softmax)
             return softmax not in exact
         shares = [v for v in (left, right) if self._is_share(v)]
-        return len(shares) == 1 and (right if shares[0] is left else left) in self.half
+        return len(shares) == 1 and self._can_be_half(right if shares[0] is left else left)
+
+    def _can_be_half(self, value: ir.Value) -> bool:
+        return value in self.half or value in self._decoded
 
     def _is_weight_product(self, node: ir.Node, root: str) -> bool:
         weight = self.model.graph.initializers[root]
@@ -298,7 +336,7 @@ class HalfPlan:
         """Whether all that is moved is half, or is a constant that half holds as it is."""
         moved = moved_by(node)
         return any(value in self.half for value in moved) and all(
-            value in self.half or self._fits(value) for value in moved
+            self._can_be_half(value) or self._fits(value) for value in moved
         )
 
     def _fits(self, value: ir.Value) -> bool:

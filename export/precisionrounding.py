@@ -7,7 +7,7 @@ A cast to half and back that stands in the graph is kept.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -22,7 +22,7 @@ from fixedstate.plugins.schema import OPSET
 from fixedstate.ports import Array
 
 
-def emulate_half(model: ir.Model) -> ir.Model:
+def emulate_half(model: ir.Model, kept: Collection[str] = ()) -> ir.Model:
     """The float32 graph that rounds where a float16 or bfloat16 graph does, in place.
 
     Operators compute in float32 and their results are cast to half and back, as a tensor core does
@@ -30,6 +30,7 @@ def emulate_half(model: ir.Model) -> ir.Model:
 
     Args:
         model: What :func:`fixedstate.export.precision.convert` made, function bodies included.
+        kept: Ports that are half whatever the graph computes in: stored states and scales.
     """
     graph = model.graph
     nodes = list(graph)
@@ -37,11 +38,12 @@ def emulate_half(model: ir.Model) -> ir.Model:
         if value.dtype in NUMPY_HALVES:
             _read_as_float(graph, value, nodes[0])
     for value in graph.inputs:
-        if value.dtype in NUMPY_HALVES:
+        if value.dtype in NUMPY_HALVES and value.name not in kept:
             _round(graph, value, nodes[0])
+    stored = {value for value in graph.outputs if value.name in kept}
     for node in nodes:
         for value in node.outputs:
-            if value.dtype not in NUMPY_HALVES:
+            if value.dtype not in NUMPY_HALVES or value in stored:
                 continue
             if node.op_type == "Cast" or _looks_up(node):
                 _insert_casts(graph, value, node, ir.DataType.FLOAT)

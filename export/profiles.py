@@ -446,12 +446,7 @@ def _precision(bundle: Bundle, request: BuildRequest) -> Precision:
             f"{has.name}, or export it as fp32, which can be built as "
             f"{', '.join(PRECISIONS)}"
         )
-    if has != Precision():
-        raise BackendError(
-            f"{bundle.path} is {has} and cannot be built as {request.precision}: what is carried "
-            "is read as float32 there; build it as fp32"
-        )
-    return Precision(io=request.io, kv=request.io)
+    return has.at(request.io)
 
 
 def _read(bundle: Bundle, request: BuildRequest, roles: Iterable[str]) -> dict[str, GraphFacts]:

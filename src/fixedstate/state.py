@@ -165,6 +165,11 @@ class Precision:
             raise SpecError(f"precision {name!r} is unknown; use one of {', '.join(dtypes)}")
         return cls(io=dtypes[name], state="float32", kv=dtypes[name])
 
+    def at(self, io: str) -> Precision:
+        """The same with activations in another dtype; keys follow where they are kept as those."""
+        kv = self.kv if KvFormat.named(self.kv).quantised else io
+        return Precision(io=io, state=self.state, kv=kv)
+
     @property
     def name(self) -> str:
         """Short name of the io dtype: fp32, fp16 or bf16."""

@@ -26,14 +26,6 @@ from fixedstate.ports import Port
 from fixedstate.spec import AttentionSizes, ModelSpec
 from fixedstate.state import StatePort, StateSpec, split_role
 
-_DTYPES = {
-    "float32": ir.DataType.FLOAT,
-    "float16": ir.DataType.FLOAT16,
-    "float8_e4m3fn": ir.DataType.FLOAT8E4M3FN,
-    "int8": ir.DataType.INT8,
-    "uint8": ir.DataType.UINT8,
-    "int64": ir.DataType.INT64,
-}
 _KINDS = ("key", "value")
 _ROTATION = ("Slice", "Mul", "Sub", "Add", "Concat", "Transpose")
 _SCORE = ("Div", "Tanh", "Mul")  # a soft cap

@@ -15,13 +15,11 @@ import onnx_ir as ir
 from onnx_ir.passes import common
 
 from fixedstate.errors import ExportError
-from fixedstate.export.passes import describe_port, name_values
-from fixedstate.export.precisionplan import HALVES
+from fixedstate.export.passes import ONNX_DTYPES, describe_port, name_values
 from fixedstate.ports import Array, Port
 from fixedstate.spec import ModelSpec
 from fixedstate.state import StatePort, StateSpec, split_role
 
-_DTYPES = {"float32": ir.DataType.FLOAT, "int8": ir.DataType.INT8, **HALVES}
 _LARGEST = 127.0  # of a stored int8: symmetric, so that -128 is never used
 
 
@@ -109,7 +107,7 @@ class _Writer:
         """Change where a state enters and, in a pass that commits, where it leaves."""
         past = _port_value(self._graph.inputs, port.past)
         uses = list(past.uses())
-        past.dtype = _DTYPES[port.past.dtype]
+        past.dtype = ONNX_DTYPES[port.past.dtype]
         stored = self._at_the_top("Cast", past)
         wide, entering = stored, None
         if scale is not None:
@@ -137,7 +135,7 @@ class _Writer:
         Rows that commit nothing keep their bytes: rounding a number that the format has is exact.
         """
         out = _Chain()
-        stored = out.node("Cast", made, dtype=_DTYPES[port.dtype])
+        stored = out.node("Cast", made, dtype=ONNX_DTYPES[port.dtype])
         rounded = out.node("Cast", stored)
         self._put_behind(out, made, rounded)
         self._graph.outputs[place] = stored

@@ -120,8 +120,8 @@ def check_precision(
     the smallest change, in half as in another order of summation. So graphs are compared twice:
     without those roundings on either side, which the tolerance is for, and as they are, where a
     port may differ by twice as much more as the roundings change it in the float32 graph: once for
-    each side. States, keys and values that are stored in fewer bits are compared as the numbers that
-    they stand for, and may differ by one step of their format beside.
+    each side. States, keys and values that are stored in fewer bits are compared as the numbers
+    that they stand for, and may differ by one step of their format beside.
 
     Args:
         bundle: The float32 bundle, its weights quantised or not.
@@ -435,9 +435,7 @@ def _differences(
     if "commit" in roles:
         begin = [_at(half, rows) for rows in states] if steps else None
         for index, rows in enumerate(_committed(half, "commit", way, threads, begin)):
-            yield from judged(
-                _carried(index, states[index], bundle), _carried(index, rows, half)
-            )
+            yield from judged(_carried(index, states[index], bundle), _carried(index, rows, half))
             states[index] = _at(half, states[index]) if steps else rows
     else:
         states = [_at(half, rows) for rows in states]

@@ -17,7 +17,7 @@ from fixedstate.export.passes import ONNX_DTYPES, is_weight, lint, serialised
 from fixedstate.export.precision import convert_together, half_precision
 from fixedstate.export.precisionplan import LAYER, NUMPY_HALVES
 from fixedstate.export.weightfile import Place, layout, places_in, point_at_weights, write_pieces
-from fixedstate.state import Precision, StateSpec, graph_ports
+from fixedstate.state import StateSpec, graph_ports
 
 _PIECE = 1 << 22  # elements converted at once
 _LARGEST = {ir.DataType.FLOAT16: 65504.0, ir.DataType.BFLOAT16: 3.39e38}
@@ -67,9 +67,7 @@ def convert_bundle(
     stored: dict[str, Place] = {}
     for model in models.values():
         stored |= places_in(model)
-    convert_together(
-        list(models.values()), bundle.spec, precision, fp32_layers, bundle.precision
-    )
+    convert_together(list(models.values()), bundle.spec, precision, fp32_layers, bundle.precision)
     places, digest = _write_weights(models.values(), stored, bundle.path / WEIGHTS, folder, say)
     state = StateSpec.of(bundle.spec, chosen)
     made: dict[str, Graph] = {}

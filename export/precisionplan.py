@@ -14,7 +14,8 @@ reads stays float32. Of a quantised weight the scales become half, and so does w
 DequantizeLinear gives; scales that have a scale of their own stay as they are, since that one is
 too small for float16. An activation is quantised in float32 by its own scale, and dequantised to
 half. Ports of states, keys and values that are stored in fewer bits stay as they are: they are made
-of float32 numbers and read as such, and what keys and values are read as is cast for their products. These are the islands of ``export --precision fp16``, except that gates of an MLP and sums
+of float32 numbers and read as such, and what keys and values are read as is cast for their
+products. These are the islands of ``export --precision fp16``, except that gates of an MLP and sums
 that a float32 operator reads stay float32 here.
 """
 

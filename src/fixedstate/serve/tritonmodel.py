@@ -270,7 +270,7 @@ class TritonPythonModel:
         for request in requests:
             sender = request.get_response_sender()
             try:
-                order = self._admit(request, sender)
+                order: _Job | _Refusal = self._admit(request, sender)
             except BusyError as err:
                 order = _Refusal(sender, str(err), "UNAVAILABLE", "rejected")
             except (UsageError, CapacityError, StateError) as err:
@@ -288,7 +288,7 @@ class TritonPythonModel:
             if ended:  # nothing else is sent or counted any longer
                 self._turn_away(order)
 
-    def _admit(self, request: Any, sender: Any) -> _Job | _Refusal:
+    def _admit(self, request: Any, sender: Any) -> _Job:
         """Take a place for one request; only this thread takes places.
 
         Raises:

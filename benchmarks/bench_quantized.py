@@ -1,7 +1,7 @@
 """Quantised bundles beside the float32 one: quality on the shipped models, speed on M100.
 
     python benchmarks/bench_quantized.py quality                    # the three shipped models
-    python benchmarks/bench_quantized.py speed --threads 1,2        # M100; scores for half an hour
+    python benchmarks/bench_quantized.py speed --threads 1,2        # M100; scores for some minutes
     python benchmarks/bench_quantized.py drift                      # state formats, 1,000 blocks
     python benchmarks/bench_quantized.py memory                     # M100, ranges of 512 feeds
 

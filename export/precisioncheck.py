@@ -15,6 +15,7 @@ import onnx_ir as ir
 from fixedstate.bundle import WEIGHTS, Bundle, Graph, write_atomic
 from fixedstate.calib.apply import has_four_bit_floats
 from fixedstate.errors import ParityError, UsageError
+from fixedstate.export.precisionplan import HALVES
 from fixedstate.export.precisionrounding import (
     emulate_half,
     multiply_out,
@@ -275,7 +276,7 @@ def _runnable(converted: Bundle) -> Iterator[Bundle]:
         port.name
         for pair in state.ports
         for port in (pair.past, pair.present)
-        if port.dtype in ("float16", "bfloat16")
+        if port.dtype in HALVES
     }
     made: dict[str, Graph] = {}
     try:

@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
 
 import onnx_ir as ir
 import pytest
 from rtx_build import build
-from sample_models import ATTENTION, attention_layer, model
+from stored_bundles import stored, windowed
 
-from fixedstate.bundle import MANIFEST, Bundle, sha256_of, write_atomic
+from fixedstate.bundle import Bundle
 from fixedstate.errors import ParityError
-from fixedstate.export.checkpoint import random_tensors, save_checkpoint
-from fixedstate.export.kvformat import store_kv
-from fixedstate.export.passes import lint, serialised
-from fixedstate.export.pipeline import export_bundle
+from fixedstate.export.passes import serialised
 from fixedstate.export.precisioncheck import check_precision, require_precision
 from fixedstate.export.precisionfiles import convert_bundle
-from fixedstate.export.stateformat import store_state
-from fixedstate.export.weightfile import places_in, point_at_weights
-from fixedstate.state import Precision, StateSpec, graph_ports
+from fixedstate.state import Precision
 
 CASES = [
     ("F1", "int8row", "float32"),
@@ -37,30 +30,6 @@ CASES = [
 BOTH = pytest.mark.parametrize("precision", ["fp16", "bf16"])
 
 
-def stored(bundle: Bundle, state: str, kv: str, folder: Path) -> Bundle:
-    """A bundle that keeps states, keys and values so; nothing is compared."""
-    precision = replace(bundle.precision, state=state, kv=kv)
-    after = StateSpec.of(bundle.spec, precision)
-    (folder / "weights.safetensors").symlink_to(bundle.path / "weights.safetensors")
-    graphs = {}
-    for role, graph in bundle.graphs.items():
-        made = ir.load(bundle.path / graph.file)
-        places = places_in(made)
-        if state != "float32":
-            store_state(made, bundle.spec, bundle.state, after, role)
-        if kv != "float32":
-            store_kv(made, bundle.spec, bundle.state, after, role)
-        inputs, outputs = graph_ports(bundle.spec, after, role, graph.top_k)
-        lint(made, inputs, outputs)
-        point_at_weights(made, places, folder)
-        write_atomic(folder / graph.file, serialised(made))
-        sha256 = sha256_of(folder / graph.file)
-        graphs[role] = replace(graph, sha256=sha256, inputs=inputs, outputs=outputs)
-    made = replace(bundle, path=folder, precision=precision, state=after, graphs=graphs)
-    write_atomic(folder / MANIFEST, made.manifest())
-    return made
-
-
 @pytest.fixture(scope="module")
 def small(bundle_path, tmp_path_factory) -> Callable[[str, str, str], Bundle]:
     """A float32 bundle by name, with what it carries in these formats."""
@@ -69,17 +38,11 @@ def small(bundle_path, tmp_path_factory) -> Callable[[str, str, str], Bundle]:
     def plain(name: str) -> Bundle:
         if name != "windows":
             return Bundle.open(bundle_path(name, fused=name != "tiny-attention"))
-        folder = tmp_path_factory.mktemp("windows")
-        spec = model(
-            attention_layer(sizes=replace(ATTENTION, window=12)),
-            attention_layer(sizes=replace(ATTENTION, window=12, sinks=3)),
-        )
-        save_checkpoint(folder / "checkpoint", spec, random_tensors(spec, seed=7))
-        return export_bundle(folder / "checkpoint", folder / "bundle", fused=True).bundle
+        return windowed(tmp_path_factory.mktemp("windows"))
 
     @functools.cache
     def made(name: str, state: str, kv: str) -> Bundle:
-        return stored(plain(name), state, kv, tmp_path_factory.mktemp("stored"))
+        return stored(plain(name), tmp_path_factory.mktemp("stored"), state=state, kv=kv)
 
     return made
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import random
-import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,14 +20,15 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from rtx_build import build
 from sample_models import ATTENTION, attention_layer, mamba_layer, model
+from stored_bundles import stored, windowed
 
-from fixedstate.bundle import WEIGHTS, Bundle, Graph
+from fixedstate.bundle import Bundle
 from fixedstate.errors import CapacityError, ExportError, SpecError, StateError, UsageError
 from fixedstate.export.checkpoint import random_tensors, save_checkpoint
 from fixedstate.export.graphwriter import GraphWriter
 from fixedstate.export.kvcodec import LEAST_STEP, codec_of
 from fixedstate.export.kvformat import store_kv
-from fixedstate.export.passes import lint, serialised
+from fixedstate.export.passes import serialised
 from fixedstate.export.pipeline import export_bundle
 from fixedstate.runtime.buffers import StateBuffers, columns_for, garbage
 from fixedstate.runtime.compare import Tolerance, coarsest, decoded
@@ -40,7 +39,7 @@ from fixedstate.runtime.ort import open_graph
 from fixedstate.runtime.snapshot import Snapshot
 from fixedstate.runtime.text import Text
 from fixedstate.spec import AttentionSizes, ModelSpec
-from fixedstate.state import KvFormat, Precision, StateSpec, graph_ports
+from fixedstate.state import KvFormat, Precision, StateSpec
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "examples" / "robot_log"))
 
@@ -188,24 +187,6 @@ def test_numpy_reads_what_graphs_store(small, form: str) -> None:
 # --- bundles -------------------------------------------------------------------------------------
 
 
-def stored(bundle: Bundle, form: str, folder: Path) -> Bundle:
-    """A bundle whose keys and values are kept in a format; nothing is compared."""
-    precision = replace(bundle.precision, kv=form)
-    after = StateSpec.of(bundle.spec, precision)
-    shutil.copyfile(bundle.path / WEIGHTS, folder / WEIGHTS)
-    graphs = {}
-    for role, graph in bundle.graphs.items():
-        made = ir.load(bundle.path / graph.file)
-        store_kv(made, bundle.spec, bundle.state, after, role)
-        inputs, outputs = graph_ports(bundle.spec, after, role, graph.top_k)
-        lint(made, inputs, outputs)
-        data = serialised(made)
-        (folder / graph.file).write_bytes(data)
-        sha256 = hashlib.sha256(data).hexdigest()
-        graphs[role] = Graph(role, graph.file, sha256, graph.min_onnxruntime, inputs, outputs)
-    return replace(bundle, path=folder, precision=precision, state=after, graphs=graphs)
-
-
 @pytest.fixture(scope="module")
 def small(bundle_path, tmp_path_factory) -> Callable[..., Bundle]:
     """A bundle by name, in a format, made once."""
@@ -214,21 +195,16 @@ def small(bundle_path, tmp_path_factory) -> Callable[..., Bundle]:
     def made(name: str, form: str = "float32") -> Bundle:
         fused = name != "tiny-attention"  # the bundles that other tests export too
         bundle = Bundle.open(bundle_path(name, fused=fused))
-        return bundle if form == "float32" else stored(bundle, form, tmp_path_factory.mktemp("kv"))
+        return (
+            bundle if form == "float32" else stored(bundle, tmp_path_factory.mktemp("kv"), kv=form)
+        )
 
     return made
 
 
 @pytest.fixture(scope="module")
-def windowed(tmp_path_factory) -> Bundle:
-    """A layer that looks at a window, and one that looks at sinks and a window."""
-    folder = tmp_path_factory.mktemp("window")
-    spec = model(
-        attention_layer(sizes=replace(ATTENTION, window=12)),
-        attention_layer(sizes=replace(ATTENTION, window=12, sinks=3)),
-    )
-    save_checkpoint(folder / "ck", spec, random_tensors(spec, seed=7))
-    return export_bundle(folder / "ck", folder / "bundle", fused=True).bundle
+def windows(tmp_path_factory) -> Bundle:
+    return windowed(tmp_path_factory.mktemp("window"))
 
 
 @pytest.fixture(scope="module")
@@ -413,7 +389,7 @@ def test_growth_and_odd_limits_change_nothing(small) -> None:
 @pytest.mark.parametrize("form", ["int8", "kivi4r1"])
 def test_reduced_heads_see_the_same_keys(shifted, form, tmp_path) -> None:
     """Queries of the slots asked for, and of the last clean token, know which block they are of."""
-    bundle = stored(shifted, form, tmp_path)
+    bundle = stored(shifted, tmp_path, kv=form)
     length, ids = bundle.spec.block_len, tokens(bundle.spec, 6, rows=2)
     plain = open_engine(bundle, threads=1, slots=2, memory="lean")
     narrow = open_engine(bundle, threads=1, slots=2, memory="lean", head="confidence")
@@ -432,9 +408,9 @@ def test_reduced_heads_see_the_same_keys(shifted, form, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("form", ["int8", "float8_e4m3fn"])
-def test_windows_move_without_being_rounded_anew(windowed, form, tmp_path) -> None:
+def test_windows_move_without_being_rounded_anew(windows, form, tmp_path) -> None:
     """A token that stays in the window keeps its bytes, whatever is committed behind it."""
-    bundle = stored(windowed, form, tmp_path)
+    bundle = stored(windows, tmp_path, kv=form)
     length, kept = bundle.spec.block_len, 12 - bundle.spec.block_len
     engine = open_engine(bundle, threads=1, slots=1, memory="fast")
     ids = tokens(bundle.spec, 9)

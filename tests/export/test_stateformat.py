@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,14 +17,14 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from rtx_build import build
 from sample_models import MAMBA, attention_layer, mamba_layer, model, selective_layer
+from stored_bundles import stored
 
-from fixedstate.bundle import MANIFEST, WEIGHTS, Bundle, sha256_of, write_atomic
+from fixedstate.bundle import Bundle
 from fixedstate.calib.drift import rounded_engine, rounded_state
 from fixedstate.errors import ExportError, SpecError, StateError
 from fixedstate.export.checkpoint import load_checkpoint
-from fixedstate.export.passes import lint, serialised
+from fixedstate.export.passes import serialised
 from fixedstate.export.stateformat import fuses, store_state
-from fixedstate.export.weightfile import places_in, point_at_weights
 from fixedstate.ports import Port
 from fixedstate.runtime.compare import TOLERANCES, coarsest, decoded
 from fixedstate.runtime.decoder import open_engine
@@ -34,7 +33,7 @@ from fixedstate.runtime.laws import check_bundle
 from fixedstate.runtime.ort import OrtSession, open_graph, open_sessions
 from fixedstate.runtime.snapshot import Snapshot
 from fixedstate.spec import LayerSpec, LinearAttentionSizes
-from fixedstate.state import STATE_DTYPES, Precision, StateSpec, graph_ports
+from fixedstate.state import STATE_DTYPES, Precision, StateSpec
 
 sys.path.append(str(Path(__file__).resolve().parent))
 
@@ -54,28 +53,6 @@ MODELS = {
     "linear": LINEAR,
 }
 BLOCKS = 30
-
-
-def stored(bundle: Bundle, form: str, folder: Path, roles: tuple[str, ...] = ()) -> Bundle:
-    """A bundle whose scan states are kept in a format; nothing is compared."""
-    precision = replace(bundle.precision, state=form)
-    after = StateSpec.of(bundle.spec, precision)
-    shutil.copyfile(bundle.path / WEIGHTS, folder / WEIGHTS)
-    graphs = {}
-    for role in roles or bundle.graphs:
-        graph = bundle.graphs[role]
-        changed = ir.load(bundle.path / graph.file)
-        places = places_in(changed)
-        store_state(changed, bundle.spec, bundle.state, after, role)
-        inputs, outputs = graph_ports(bundle.spec, after, role, graph.top_k)
-        lint(changed, inputs, outputs)
-        point_at_weights(changed, places, folder)
-        write_atomic(folder / graph.file, serialised(changed))
-        sha256 = sha256_of(folder / graph.file)
-        graphs[role] = replace(graph, sha256=sha256, inputs=inputs, outputs=outputs)
-    made = replace(bundle, path=folder, precision=precision, state=after, graphs=graphs, files={})
-    write_atomic(folder / MANIFEST, made.manifest())
-    return Bundle.open(folder)
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +81,7 @@ def small(
 
     @functools.cache
     def made(name: str, form: str) -> Bundle:
-        return stored(plain(name), form, tmp_path_factory.mktemp("stored"))
+        return stored(plain(name), tmp_path_factory.mktemp("stored"), state=form)
 
     return made
 

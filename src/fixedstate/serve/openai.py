@@ -241,7 +241,7 @@ class Form:
             else {"text": text}
         )
         choice = self._choice(said, ids, ending)
-        usage = self._usage(ending.new_tokens) | {"denoise_passes": ending.denoise_passes}
+        usage = self._whole_usage(ending)
         return {**self._head, "choices": [choice], "usage": usage, **_state(ending)}
 
     def piece(self, piece: Piece, ending: Ending | None) -> bytes:
@@ -264,14 +264,16 @@ class Form:
         done = b"data: [DONE]\n\n"
         if not self._call.usage:
             return done
-        usage = self._usage(ending.new_tokens) | {"denoise_passes": ending.denoise_passes}
-        return event({**self._head, "choices": [], "usage": usage}) + done
+        return event({**self._head, "choices": [], "usage": self._whole_usage(ending)}) + done
 
     def _choice(
         self, said: dict[str, Any], ids: list[int], ending: Ending | None
     ) -> dict[str, Any]:
         reason = ending.finish_reason if ending else None
         return {"index": 0, **said, "token_ids": ids, "logprobs": None, "finish_reason": reason}
+
+    def _whole_usage(self, ending: Ending) -> dict[str, Any]:
+        return self._usage(ending.new_tokens) | {"denoise_passes": ending.denoise_passes}
 
     def _usage(self, new_tokens: int) -> dict[str, Any]:
         prompt = self.prompt_tokens

@@ -199,7 +199,7 @@ def block_of(result: Any) -> Block | None:
         value = result.as_numpy(name)
         texts[name] = "" if value is None else value.ravel()[0].decode()
     return Block(
-        index=_number(result, "block_index") or 0,
+        index=int(result.as_numpy("block_index").ravel()[0]),
         text=texts["text_output"],
         token_ids=tuple(ids.ravel().tolist()),
         finish_reason=texts["finish_reason"] or None,
